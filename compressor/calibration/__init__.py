@@ -1,0 +1,1 @@
+"""Text to tokens, the block-by-block walk, and the statistics passes ask for."""

@@ -1,0 +1,1 @@
+"""The types that travel: Spec, QTensor, RawTensor, Report. No torch, no files."""

@@ -1,0 +1,1 @@
+"""Scores: perplexity, divergence from a reference, errors per tensor."""
