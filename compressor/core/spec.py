@@ -63,9 +63,7 @@ class Spec:
         if self.group_size == TENSOR:
             return (1, 1)
         if in_features % self.columns_per_scale(in_features):
-            raise ValueError(
-                f"in_features {in_features} is not a multiple of group_size {self.group_size}"
-            )
+            raise ValueError(f"in_features {in_features} is not a multiple of group_size {self.group_size}")
         return (out_features, in_features // self.columns_per_scale(in_features))
 
     def label(self) -> str:

@@ -53,36 +53,26 @@ class QTensor:
 
     def __post_init__(self) -> None:
         if self.codes.dtype != np.int8 or self.codes.ndim != 2:
-            raise ValueError(
-                f"codes must be int8 [out, in], got {self.codes.dtype} {self.codes.shape}"
-            )
+            raise ValueError(f"codes must be int8 [out, in], got {self.codes.dtype} {self.codes.shape}")
         shape = self.spec.scales_shape(*self.codes.shape)
         if self.scales.dtype != np.float32 or self.scales.shape != shape:
-            raise ValueError(
-                f"scales must be float32 {shape}, got {self.scales.dtype} {self.scales.shape}"
-            )
+            raise ValueError(f"scales must be float32 {shape}, got {self.scales.dtype} {self.scales.shape}")
         if not np.isfinite(self.scales).all():
             raise ValueError("scales must be finite")
         if not np.array_equal(round_to_dtype(self.scales, self.spec.scale_dtype), self.scales):
-            raise ValueError(
-                f"scales must be rounded to {self.spec.scale_dtype} before rounding weights"
-            )
+            raise ValueError(f"scales must be rounded to {self.spec.scale_dtype} before rounding weights")
         self._check_range("codes", self.codes)
         if self.spec.symmetric != (self.zeros is None):
             raise ValueError("zeros must be None exactly when the format is symmetric")
         if self.zeros is not None:
             if self.zeros.dtype != np.int8 or self.zeros.shape != shape:
-                raise ValueError(
-                    f"zeros must be int8 {shape}, got {self.zeros.dtype} {self.zeros.shape}"
-                )
+                raise ValueError(f"zeros must be int8 {shape}, got {self.zeros.dtype} {self.zeros.shape}")
             self._check_range("zeros", self.zeros)
 
     def _check_range(self, name: str, values: NDArray[np.int8]) -> None:
         low, high = self.spec.qmin, self.spec.qmax
         if values.size and (int(values.min()) < low or int(values.max()) > high):
-            raise ValueError(
-                f"{name} must lie in {low}..{high}, got {values.min()}..{values.max()}"
-            )
+            raise ValueError(f"{name} must lie in {low}..{high}, got {values.min()}..{values.max()}")
 
     @property
     def shape(self) -> tuple[int, int]:
