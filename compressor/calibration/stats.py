@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compressor.calibration.linear import linear, onednn_is_faster
+
 
 @dataclass
 class LayerStats:
@@ -27,7 +29,11 @@ class LayerStats:
     def add(self, inputs: torch.Tensor) -> None:
         """Add inputs float32 [..., in]: every leading position is one token."""
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
-        self.hessian.addmm_(flat.T, flat)
+        if flat.device.type == "cpu" and onednn_is_faster():
+            columns = flat.T.contiguous()
+            self.hessian += linear(columns, columns)
+        else:
+            self.hessian.addmm_(flat.T, flat)
         self.tokens += flat.shape[0]
 
     def merge(self, other: LayerStats) -> LayerStats:

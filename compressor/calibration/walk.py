@@ -1,0 +1,187 @@
+"""The model, block by block from disk: one block's weights in memory, hidden states kept per batch.
+
+The modules are transformers' own, built on the meta device; weights arrive one block at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from compressor.arch.base import Family
+from compressor.calibration.linear import fast_linears
+from compressor.calibration.stats import LayerStats
+from compressor.checkpoint.base import Checkpoint
+from compressor.errors import CompressorError
+from compressor.kernels.floats import decode_float
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block: returns its input and keeps the keyword arguments it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kwargs: dict[str, Any] = {}
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.kwargs = kwargs
+        return hidden_states
+
+
+def _owned(array: NDArray[np.float32], device: str) -> torch.Tensor:
+    """A copy in torch's own (64-byte aligned) memory: matrix products then repeat bit for bit."""
+    return torch.from_numpy(array).clone().to(device)
+
+
+class Walk:
+    """Runs a checkpoint block by block in float32.
+
+    Args:
+        checkpoint: Where the weights come from (float, artifact or GGUF: anything that reads floats).
+        family: Its arch data.
+        device: torch device of the computation.
+
+    Attributes:
+        layers: Number of blocks.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, device: str = "cpu") -> None:
+        self.checkpoint, self.family, self.device = checkpoint, family, device
+        self.model = _skeleton(checkpoint)
+        self._inner = self.model.get_submodule(family.blocks.rpartition(".")[0])
+        self._blocks = cast(nn.ModuleList, self.model.get_submodule(family.blocks))
+        self.layers = len(self._blocks)
+        self._rotary()
+        self._kwargs: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._head: tuple[nn.Module, torch.Tensor] | None = None
+
+    def _rotary(self) -> None:
+        """Rotary tables are buffers, not weights: build them again off the meta device."""
+        for name, module in list(self._inner.named_children()):
+            if "rotary" in name:
+                rebuilt = type(module)(config=self.model.config).to(self.device)
+                setattr(self._inner, name, rebuilt)
+
+    @torch.inference_mode()
+    def embed(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Token ids int64 [b, L] per batch -> hidden states float32 [b, L, hidden] per batch.
+
+        Only the rows in use are decoded, so a large table costs its rows, not its size.
+        """
+        name = f"{self.family.embedding}.weight"
+        vocab = self.checkpoint.tensors[name].shape[0]
+        used = torch.unique(torch.cat([ids.reshape(-1) for ids in batches])).numpy()
+        if used.size and used[-1] >= vocab:
+            got = int(used[-1])
+            raise CompressorError(f"{name}: token id out of range", got=got, expected=f"< {vocab}")
+        raw = self.checkpoint.raw(name)
+        rows = decode_float(np.ascontiguousarray(raw.data.reshape(vocab, -1)[used]).reshape(-1), raw.dtype)
+        table = _owned(rows.reshape(len(used), -1), self.device)
+        if not torch.isfinite(table).all():
+            raise CompressorError(f"{name}: values are NaN or infinite", hint="the checkpoint is damaged")
+        lookup = torch.from_numpy(used)
+        return [table[torch.searchsorted(lookup, ids).to(self.device)] for ids in batches]
+
+    def block(self, layer: int) -> nn.Module:
+        """Block ``layer`` with its float32 weights, read now from the checkpoint."""
+        block = self._blocks[layer]
+        prefix = self.family.block(layer) + "."
+        names = [n for n in self.checkpoint.tensors if n.startswith(prefix)]
+        state = {n.removeprefix(prefix): _owned(self.checkpoint.read(n), self.device) for n in names}
+        wanted = block.state_dict().keys()
+        block.load_state_dict({n: w for n, w in state.items() if n in wanted}, assign=True)
+        fast_linears(block)
+        return cast(nn.Module, block.eval())
+
+    def release(self, block: nn.Module) -> None:
+        """Drop a block's weights."""
+        block.to("meta")
+
+    @torch.inference_mode()
+    def forward(self, block: nn.Module, layer: int, streams: list[torch.Tensor]) -> None:
+        """Replace each hidden state float32 [b, L, hidden] in the list by the block's output for it."""
+        for index, hidden in enumerate(streams):
+            streams[index] = self._call(block, layer, hidden)
+
+    @torch.inference_mode()
+    def collect(self, block: nn.Module, layer: int, streams: list[torch.Tensor]) -> dict[str, LayerStats]:
+        """Input statistics of every linear of a block, by name inside it (``self_attn.q_proj``).
+
+        Linears that read the same tensor (``Family.inputs``) share one LayerStats object. The streams
+        are not advanced. Batches carry no padding, so every position counts.
+        """
+        stats: dict[str, LayerStats] = {}
+        hooks = []
+        for group in self.family.inputs:
+            first = block.get_submodule(group[0])
+            shared = LayerStats.empty(int(first.in_features), self.device)  # type: ignore[arg-type]
+            stats.update(dict.fromkeys(group, shared))
+            hooks.append(first.register_forward_pre_hook(_adder(shared)))
+        try:
+            for hidden in streams:
+                self._call(block, layer, hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return stats
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states float32 [..., hidden] -> logits float32 [..., vocab]: final norm, then head."""
+        if self._head is None:
+            norm = self.model.get_submodule(self.family.final_norm)
+            weight = self.checkpoint.read(f"{self.family.final_norm}.weight")
+            norm.load_state_dict({"weight": _owned(weight, self.device)}, assign=True)
+            head = f"{self.family.head}.weight"
+            if self.family.tied(self.checkpoint.config) or head not in self.checkpoint.tensors:
+                head = f"{self.family.embedding}.weight"
+            self._head = (norm, _owned(self.checkpoint.read(head), self.device))
+        norm, table = self._head
+        return nn.functional.linear(norm(hidden), table)
+
+    def _call(self, block: nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        output = block(hidden, **self._block_kwargs(hidden)[layer])
+        return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
+
+    def _block_kwargs(self, hidden: torch.Tensor) -> list[dict[str, Any]]:
+        """What the model passes to each block for hidden states of this shape (masks, rotary tables)."""
+        shape = (hidden.shape[0], hidden.shape[1])
+        if shape not in self._kwargs:
+            recorders = nn.ModuleList(_Recorder() for _ in range(self.layers))
+            norm_name = self.family.final_norm.rpartition(".")[2]
+            parts = {self.family.blocks.rpartition(".")[2]: recorders, norm_name: nn.Identity()}
+            kept = {name: getattr(self._inner, name) for name in parts}
+            try:
+                for name, module in parts.items():
+                    setattr(self._inner, name, module)
+                self._inner(inputs_embeds=hidden, use_cache=False)
+            finally:
+                for name, module in kept.items():
+                    setattr(self._inner, name, module)
+            self._kwargs[shape] = [recorder.kwargs for recorder in recorders]  # type: ignore[misc]
+        return self._kwargs[shape]
+
+
+def _adder(stats: LayerStats) -> Any:
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        stats.add(args[0])
+
+    return hook
+
+
+def _skeleton(checkpoint: Checkpoint) -> nn.Module:
+    """The transformers model of a config on the meta device: structure, no weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="sdpa"
+        )
+    return model.eval()  # type: ignore[no-any-return]
