@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from compressor.arch.base import Family
-from compressor.calibration.linear import fast_linears
+from compressor.calibration.linear import fast_linears, linear
 from compressor.calibration.stats import LayerStats
 from compressor.checkpoint.base import Checkpoint
 from compressor.errors import CompressorError
@@ -57,7 +57,7 @@ class Walk:
         self.layers = len(self._blocks)
         self._rotary()
         self._kwargs: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self._head: tuple[nn.Module, torch.Tensor] | None = None
+        self._head: torch.Tensor | None = None
 
     def _rotary(self) -> None:
         """Rotary tables are buffers, not weights: build them again off the meta device."""
@@ -95,7 +95,7 @@ class Walk:
         wanted = block.state_dict().keys()
         block.load_state_dict({n: w for n, w in state.items() if n in wanted}, assign=True)
         fast_linears(block)
-        return cast(nn.Module, block.eval())
+        return block.eval()
 
     def release(self, block: nn.Module) -> None:
         """Drop a block's weights."""
@@ -130,18 +130,31 @@ class Walk:
         return stats
 
     @torch.inference_mode()
+    def collect_head(self, streams: list[torch.Tensor]) -> LayerStats:
+        """Input statistics of the head: the streams (after the last block) through the final norm."""
+        norm = self._final_norm()
+        stats = LayerStats.empty(streams[0].shape[-1], self.device)
+        for hidden in streams:
+            stats.add(norm(hidden))
+        return stats
+
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states float32 [..., hidden] -> logits float32 [..., vocab]: final norm, then head."""
         if self._head is None:
-            norm = self.model.get_submodule(self.family.final_norm)
-            weight = self.checkpoint.read(f"{self.family.final_norm}.weight")
-            norm.load_state_dict({"weight": _owned(weight, self.device)}, assign=True)
             head = f"{self.family.head}.weight"
             if self.family.tied(self.checkpoint.config) or head not in self.checkpoint.tensors:
                 head = f"{self.family.embedding}.weight"
-            self._head = (norm, _owned(self.checkpoint.read(head), self.device))
-        norm, table = self._head
-        return nn.functional.linear(norm(hidden), table)
+            self._head = _owned(self.checkpoint.read(head), self.device)
+        return linear(self._final_norm()(hidden), self._head)
+
+    def _final_norm(self) -> nn.Module:
+        """The final norm, its weight read on first use."""
+        norm = self.model.get_submodule(self.family.final_norm)
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            weight = self.checkpoint.read(f"{self.family.final_norm}.weight")
+            norm.load_state_dict({"weight": _owned(weight, self.device)}, assign=True)
+        return norm
 
     def _call(self, block: nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         output = block(hidden, **self._block_kwargs(hidden)[layer])

@@ -1,0 +1,67 @@
+"""The command ``compress``: registers one function per command and renders what they raise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from compressor import __version__
+from compressor.cli.demo import demo
+from compressor.cli.evaluate import evaluate
+from compressor.cli.export import export
+from compressor.cli.inspect import inspect
+from compressor.cli.plan import plan
+from compressor.cli.quantize import quantize
+from compressor.cli.verify import verify
+from compressor.errors import CompressorError
+
+app = typer.Typer(
+    name="compress",
+    help="Compress causal language models: quantize, export, evaluate, verify; one block in memory.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("quantize")(quantize)
+app.command("plan")(plan)
+app.command("export")(export)
+app.command("eval")(evaluate)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
+app.command("demo")(demo)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"compress {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """Run the command line; exit codes: 0 done, 1 a gate or check failed, 2 user error."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except CompressorError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: finished blocks are kept; the same command goes on from there\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -1,0 +1,165 @@
+"""``compress quantize``: a float checkpoint in, an artifact directory out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compressor.cli.console import print_json, progress_bar, say
+from compressor.errors import CompressorError
+
+if TYPE_CHECKING:
+    from compressor.core.report import Report
+    from compressor.pipeline import Job, Prepared
+
+
+def parse_substitutions(pairs: list[str]) -> dict[str, str]:
+    """``["awq=gptq"]`` -> ``{"awq": "gptq"}``.
+
+    Raises:
+        CompressorError: a pair without ``=`` or with an empty side.
+    """
+    found = {}
+    for pair in pairs:
+        old, _, new = pair.partition("=")
+        if not old or not new:
+            raise CompressorError("--substitute", got=repr(pair), expected="OLD=NEW, e.g. awq=gptq")
+        found[old] = new
+    return found
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id, or `demo`.")],
+    recipe: Annotated[str, typer.Option(help="Recipe file, or the name of a shipped one.")],
+    out: Annotated[Path, typer.Option(help="Directory to create.")],
+    calibration: Annotated[
+        str, typer.Option(help="Bundled set, mix (prose:40,code:20), or a .txt/.jsonl file.")
+    ] = "default",
+    samples: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per calibration window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    device: Annotated[str, typer.Option(help="torch device of the linear algebra.")] = "cpu",
+    substitute: Annotated[
+        list[str] | None, typer.Option(help="Run NEW where the recipe says OLD (OLD=NEW); repeatable.")
+    ] = None,
+    export: Annotated[
+        str, typer.Option(help="Also export: gguf, compressed-tensors (comma separated).")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Every fallback is an error.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished run of this OUT.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Quantize MODEL by a recipe into OUT, block by block; run again, it resumes where it stopped.
+
+    Examples:
+
+    \b
+      compress quantize demo --recipe int4 --out out/demo-int4
+      compress quantize ./Llama-3.2-1B --recipe mixed --out out/mixed --export gguf
+      compress quantize ./Llama-3-70B --recipe mixed_70b --out out/70b --dry-run \\
+          --substitute awq=gptq --substitute kv_cache=fp16
+    """
+    from compressor.pipeline import Job
+
+    job = Job(
+        model=model,
+        recipe=recipe,
+        out=out,
+        calibration=calibration,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        device=device,
+        strict=strict,
+        fresh=fresh,
+        substitutions=parse_substitutions(substitute or []),
+        exports=tuple(name.strip() for name in export.split(",") if name.strip()),
+    )
+    if dry_run:
+        _dry_run(job, json_output)
+        return
+    run_job(job, json_output)
+
+
+def _dry_run(job: Job, json_output: bool) -> None:
+    """Everything a run checks before work, then the plan."""
+    from compressor.cli.plan import show_plan
+    from compressor.pipeline import check_runnable, prepare
+
+    ready = prepare(job)
+    check_runnable(ready)
+    show_plan(ready.plan, json_output=json_output)
+
+
+def run_job(job: Job, json_output: bool) -> dict[str, Any]:
+    """Run a job and its exports with progress, print the summary, return it."""
+    from compressor.pipeline import export_artifact
+    from compressor.pipeline import quantize as run
+
+    started = time.monotonic()
+    with progress_bar() as progress:
+        ready, report = run(job, progress)
+        exported = {}
+        for name in job.exports:
+            target = export_path(job.out, name)
+            facts, export_report = export_artifact(
+                str(job.out), name, target, strict=job.strict, progress=progress
+            )
+            report.events += export_report.events
+            exported[name] = {"path": str(target), **facts}
+    summary = _summary(job, ready, report, exported, time.monotonic() - started)
+    if json_output:
+        print_json(summary)
+    else:
+        _print_summary(summary, report)
+    return summary
+
+
+def export_path(artifact: Path, format_name: str) -> Path:
+    """Where ``--export`` puts a format: beside the artifact."""
+    ending = {"gguf": ".gguf"}.get(format_name, f"-{format_name}")
+    return artifact.with_name(artifact.name + ending)
+
+
+def _summary(
+    job: Job, ready: Prepared, report: Report, exported: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    return {
+        "out": str(job.out),
+        "tensors_quantized": len(ready.plan.quantized()),
+        "bytes": ready.plan.nbytes,
+        "source_bytes": ready.plan.source_nbytes,
+        "bits_per_weight": round(ready.plan.bits_per_weight, 4),
+        "seconds": round(seconds, 2),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "predicted_peak_bytes": ready.plan.peak_ram_bytes,
+        "events": [
+            {"message": e.message, "tensor": e.tensor, "degraded": e.degraded} for e in report.events
+        ],
+        "exports": exported,
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _print_summary(summary: dict[str, Any], report: Report) -> None:
+    for event in report.events:
+        where = f"{event.tensor}: " if event.tensor else ""
+        say(f"{'degraded' if event.degraded else 'note'}: {where}{event.message}")
+    size, source = summary["bytes"] / 1e6, summary["source_bytes"] / 1e6
+    print(
+        f"{summary['out']}: {summary['tensors_quantized']} tensors quantized, {size:.1f} of {source:.1f} MB"
+        f" ({summary['bits_per_weight']:.2f} bits per weight), {summary['seconds']:.0f} s,"
+        f" peak memory {summary['peak_rss_bytes'] / 1e6:.0f} MB"
+    )
+    for name, facts in summary["exports"].items():
+        print(f"{facts['path']}: {name}, read back and proved equal")

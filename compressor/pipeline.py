@@ -1,0 +1,378 @@
+"""The story of a run: open, plan, calibrate, round block by block, write, finish.
+
+Every user error is raised in ``prepare``, from headers, before any work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor import __version__
+from compressor.arch import find_family
+from compressor.arch.base import Family
+from compressor.checkpoint.base import Checkpoint
+from compressor.checkpoint.reader import check_against_family
+from compressor.checkpoint.writer import RunDirectory, check_free_space
+from compressor.core.plan import Plan, PlannedTensor
+from compressor.core.report import Progress, Report, no_progress
+from compressor.core.tensors import RawTensor
+from compressor.errors import CompressorError, Problems
+from compressor.models import open_source
+from compressor.recipe.plan import RunShape, make_plan
+from compressor.recipe.schema import Recipe, load_recipe, unavailable
+
+if TYPE_CHECKING:
+    import torch
+
+    from compressor.calibration.data import TokenSet
+    from compressor.calibration.stats import LayerStats
+    from compressor.calibration.walk import Walk
+
+EXPORTS = ("compressed-tensors", "gguf")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a user asks of ``compress quantize``."""
+
+    model: str
+    recipe: str
+    out: Path
+    calibration: str = "default"
+    samples: int = 128
+    sequence_length: int = 512
+    seed: int = 0
+    device: str = "cpu"
+    strict: bool = False
+    fresh: bool = False
+    substitutions: Mapping[str, str] = field(default_factory=dict)
+    exports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job whose every question is answered: nothing after this should fail on user input."""
+
+    job: Job
+    checkpoint: Checkpoint
+    family: Family
+    recipe: Recipe
+    plan: Plan
+
+
+def prepare(job: Job) -> Prepared:
+    """Open the model, read the recipe, plan every tensor, and raise every user error there is.
+
+    Raises:
+        CompressorError: anything the user can cause (several at once as Problems).
+    """
+    recipe = load_recipe(job.recipe, job.substitutions)
+    checkpoint = open_source(job.model)
+    family = find_family(checkpoint.config, job.model)
+    check_against_family(checkpoint, family)
+    plan = make_plan(
+        label=checkpoint.label,
+        config=checkpoint.config,
+        family=family,
+        tensors=checkpoint.tensors,
+        recipe=recipe,
+        run=RunShape(job.samples, job.sequence_length),
+    )
+    return Prepared(job, checkpoint, family, recipe, plan)
+
+
+def check_runnable(ready: Prepared) -> None:
+    """Refuse what can be planned but not run: missing passes, formats and exports that cannot hold it.
+
+    Raises:
+        Problems: all of them at once.
+    """
+    from compressor.export import compressed_tensors, gguf
+
+    tied = ready.family.tied(ready.checkpoint.config)
+    problems = list(unavailable(ready.recipe, ready.job.substitutions))
+    problems += compressed_tensors.check_plan(ready.plan.tensors, tied)
+    unknown = [name for name in ready.job.exports if name not in EXPORTS]
+    problems += [
+        CompressorError(f"--export {name}: unknown format", expected=", ".join(EXPORTS)) for name in unknown
+    ]
+    if "gguf" in ready.job.exports:
+        problems += gguf.check(ready.checkpoint, ready.family)
+    if problems:
+        raise Problems(f"{ready.checkpoint.label} cannot be quantized this way", problems)
+
+
+def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Report]:
+    """Run a job: returns the plan it followed and the report; the artifact is in ``job.out``.
+
+    Finished blocks survive a crash: the same call goes on where it stopped and ends in the same bytes.
+
+    Raises:
+        CompressorError: anything the user can cause.
+    """
+    from compressor.calibration.data import load_tokenizer, load_tokens
+
+    ready = prepare(job)
+    check_runnable(ready)
+    tokens = load_tokens(
+        job.calibration,
+        load_tokenizer(ready.checkpoint),
+        samples=job.samples,
+        sequence_length=job.sequence_length,
+        seed=job.seed,
+    )
+    report = _new_report(ready, tokens)
+    with RunDirectory.open(job.out, _run_key(ready, tokens), fresh=job.fresh) as run:
+        if run.already_done:
+            report.note(f"{job.out} already holds this run: nothing to do")
+            return ready, _stored_report(job.out, report)
+        check_free_space(job.out, ready.plan.disk_bytes)
+        _check_finite(ready.checkpoint, progress)
+        _round_blocks(ready, run, tokens, progress)
+        _gather_facts(ready, run, report)
+        _finish(ready, run, report)
+    return ready, report
+
+
+def export_artifact(
+    source: str,
+    format_name: str,
+    out: Path,
+    *,
+    pretokenizer: str | None = None,
+    float_type: str | None = None,
+    strict: bool = False,
+    progress: Progress = no_progress,
+) -> tuple[dict[str, Any], Report]:
+    """Repack a model into ``format_name`` at ``out``; proves itself by reading the file back.
+
+    Raises:
+        CompressorError: unknown format, ``out`` exists, or the format cannot hold the model.
+    """
+    from compressor.export import compressed_tensors, gguf
+    from compressor.models import open_model
+
+    if format_name not in EXPORTS:
+        raise CompressorError("unknown export format", got=repr(format_name), expected=", ".join(EXPORTS))
+    checkpoint, report = open_model(source), Report(strict=strict)
+    for line in checkpoint.notes:
+        report.note(line)
+    if format_name == "gguf":
+        facts = gguf.export(
+            checkpoint,
+            out,
+            pretokenizer=pretokenizer,
+            float_type=float_type,
+            progress=progress,
+            report=report,
+        )
+        return facts, report
+    if not isinstance(checkpoint, compressed_tensors.ArtifactCheckpoint):
+        raise CompressorError(
+            f"{source}: has no integer codes to export", hint="run `compress quantize` first"
+        )
+    return compressed_tensors.export(checkpoint, out, progress), report
+
+
+def _new_report(ready: Prepared, tokens: TokenSet) -> Report:
+    """A report holding everything known before the first block."""
+    report = Report(strict=ready.job.strict)
+    report.facts = {
+        "version": __version__,
+        "model": ready.checkpoint.label,
+        "family": ready.family.name,
+        "recipe": ready.recipe.canonical(),
+        "calibration": {
+            "source": ready.job.calibration,
+            "description": tokens.description,
+            "tokens": tokens.tokens,
+            "sha256": tokens.sha256,
+            "seed": ready.job.seed,
+        },
+        "bytes": {"source": ready.plan.source_nbytes, "artifact": ready.plan.nbytes},
+        "bits_per_weight": round(ready.plan.bits_per_weight, 4),
+    }
+    for line in (*ready.checkpoint.notes, *ready.plan.notes, *tokens.notes):
+        report.note(line)
+    return report
+
+
+def _stored_report(out: Path, report: Report) -> Report:
+    """The per-tensor facts of a run finished earlier."""
+    report.tensors = json.loads((out / "report.json").read_text())["tensors"]
+    return report
+
+
+def _run_key(ready: Prepared, tokens: TokenSet) -> dict[str, str]:
+    """Everything the bytes of the artifact depend on, by the name a user knows it under."""
+    import torch
+
+    recipe = json.dumps(ready.recipe.canonical(), sort_keys=True)
+    return {
+        "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
+        "model": ready.checkpoint.fingerprint(),
+        "calibration": tokens.sha256,
+        "samples": str(ready.job.samples),
+        "sequence-length": str(ready.job.sequence_length),
+        "seed": str(ready.job.seed),
+        "device": ready.job.device,
+        "threads": str(torch.get_num_threads()),
+        "version": __version__,
+    }
+
+
+def _check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Read every float once: a NaN in the last block must not surface after hours.
+
+    Raises:
+        CompressorError: naming the tensor.
+    """
+    floats = [name for name, info in checkpoint.tensors.items() if info.dtype in ("F32", "F16", "BF16")]
+    for done, name in enumerate(floats, start=1):
+        checkpoint.read(name)
+        progress("checking weights", done, len(floats))
+
+
+def _round_blocks(ready: Prepared, run: RunDirectory, tokens: TokenSet, progress: Progress) -> None:
+    """Walk the blocks that are not written yet, then write everything outside the blocks."""
+    from compressor.calibration.walk import Walk
+
+    walk = Walk(ready.checkpoint, ready.family, ready.job.device)
+    start = run.last_stream() or 0
+    streams = _load_streams(run, start, ready.job.device) if start else walk.embed(tokens.batches)
+    for layer in range(start, walk.layers):
+        progress("quantizing blocks", layer, walk.layers)
+        _round_block(ready, run, walk, layer, streams)
+        run.save_stream(layer + 1, {str(i): s.cpu().numpy() for i, s in enumerate(streams)})
+    progress("quantizing blocks", walk.layers, walk.layers)
+    _write_rest(ready, run, walk, streams)
+
+
+def _load_streams(run: RunDirectory, layer: int, device: str) -> list[torch.Tensor]:
+    """Hidden states as they entered ``layer``, in torch's own memory."""
+    import torch
+
+    arrays = run.load_stream(layer)
+    return [torch.from_numpy(arrays[str(i)]).clone().to(device) for i in range(len(arrays))]
+
+
+def _round_block(
+    ready: Prepared, run: RunDirectory, walk: Walk, layer: int, streams: list[torch.Tensor]
+) -> None:
+    """One block: statistics on quantized inputs, round, forward with the rounded weights, write."""
+    import torch
+
+    planned = [tensor for tensor in ready.plan.tensors if tensor.layer == layer]
+    block = walk.block(layer)
+    stats = walk.collect(block, layer, streams) if _wants_statistics(planned) else {}
+    tensors: dict[str, RawTensor] = {}
+    facts: dict[str, Any] = {}
+    for tensor in planned:
+        if tensor.spec is None:
+            tensors[tensor.name] = ready.checkpoint.raw(tensor.name)
+            continue
+        local = tensor.module.removeprefix(ready.family.block(layer) + ".")
+        encoded, rounded, facts[tensor.name] = _round(ready, tensor, stats.get(local))
+        tensors.update(encoded)
+        weight = block.get_submodule(local).weight
+        weight.copy_(torch.from_numpy(rounded))  # type: ignore[operator]
+    walk.forward(block, layer, streams)
+    walk.release(block)
+    run.write_shard(shard_name(layer, ready.plan.layers), tensors, facts)
+
+
+def _write_rest(ready: Prepared, run: RunDirectory, walk: Walk, streams: list[torch.Tensor]) -> None:
+    """Everything outside the blocks: embedding, final norm, head, and tensors no family file names."""
+    planned = [tensor for tensor in ready.plan.tensors if tensor.layer is None]
+    head_stats = walk.collect_head(streams) if _wants_statistics(planned) else None
+    tensors: dict[str, RawTensor] = {}
+    facts: dict[str, Any] = {}
+    for tensor in planned:
+        if tensor.spec is None:
+            tensors[tensor.name] = ready.checkpoint.raw(tensor.name)
+        else:
+            encoded, _, facts[tensor.name] = _round(ready, tensor, head_stats)
+            tensors.update(encoded)
+    run.write_shard(shard_name(ready.plan.layers, ready.plan.layers), tensors, facts)
+
+
+def _wants_statistics(planned: list[PlannedTensor]) -> bool:
+    """Whether any pass of these tensors declares a need."""
+    from compressor.passes import base
+
+    return any(base.load(call.name).NEEDS for tensor in planned for call in tensor.passes)
+
+
+def _round(
+    ready: Prepared, tensor: PlannedTensor, stats: LayerStats | None
+) -> tuple[dict[str, RawTensor], Any, dict[str, Any]]:
+    """Round one tensor: its encoded parts, the weight the next block sees, and facts for the report."""
+    from compressor.export import compressed_tensors
+    from compressor.passes import base
+
+    assert tensor.spec is not None
+    weight = ready.checkpoint.read(tensor.name)
+    (call,) = tensor.passes
+    module = base.load(call.name)
+    options = module.Options(**call.options)
+    try:
+        rounded = module.run(weight, tensor.spec, stats, options, ready.job.device)
+    except ValueError as error:
+        raise CompressorError(f"{tensor.name}: {call.name} failed", got=str(error)) from error
+    facts = {
+        "pass": call.name,
+        "format": tensor.spec.label(),
+        "rule": tensor.rule,
+        **rounded.facts,
+        "degraded": list(rounded.degraded),
+    }
+    if rounded.degraded and ready.job.strict:
+        raise CompressorError(
+            f"{tensor.name}: {rounded.degraded[0]}", hint="run without --strict to accept this"
+        )
+    encoded = compressed_tensors.encode(tensor.module, rounded.tensor)
+    return encoded, rounded.tensor.dequantize(), facts
+
+
+def shard_name(index: int, layers: int) -> str:
+    """File of block ``index``; index == layers is the file of everything outside the blocks."""
+    return f"model-{index + 1:05d}-of-{layers + 1:05d}.safetensors"
+
+
+def _gather_facts(ready: Prepared, run: RunDirectory, report: Report) -> None:
+    """Collect what each shard's rounding reported, whichever process did it."""
+    for index in range(ready.plan.layers + 1):
+        for name, facts in run.facts(shard_name(index, ready.plan.layers)).items():
+            report.tensors[name] = facts
+            for sentence in facts["degraded"]:
+                report.degrade(sentence, name)
+
+
+def _finish(ready: Prepared, run: RunDirectory, report: Report) -> None:
+    """Write config, index, manifest and report, then let the directory appear under its name."""
+    from compressor.export import compressed_tensors
+
+    tied = ready.family.tied(ready.checkpoint.config)
+    linears = {t.module: t.spec for t in ready.plan.tensors if _is_linear(t)}
+    config = dict(ready.checkpoint.config)
+    if any(linears.values()):
+        config["quantization_config"] = compressed_tensors.quantization_config(linears, tied=tied)
+    manifest = {"version": __version__, "source": ready.checkpoint.label}
+    pretokenizer = getattr(ready.checkpoint, "pretokenizer", None)
+    if pretokenizer:
+        manifest["pretokenizer"] = pretokenizer
+    run.finish(
+        config=config,
+        side_files=ready.checkpoint.side_files(),
+        manifest=manifest,
+        report=report.to_json(),
+    )
+
+
+def _is_linear(tensor: PlannedTensor) -> bool:
+    return tensor.role in ("attention", "ffn", "lm_head") and tensor.name.endswith(".weight")
