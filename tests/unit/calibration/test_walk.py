@@ -1,0 +1,139 @@
+"""The block-by-block walk computes what transformers computes, and gathers what flows in."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from compressor.arch import families
+from compressor.calibration.walk import Walk
+from compressor.checkpoint.base import Checkpoint, TensorInfo
+from compressor.core.tensors import RawTensor
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
+
+
+class InMemory(Checkpoint):
+    """A transformers model as a Checkpoint."""
+
+    def __init__(self, model):
+        self.label, self.path, self.notes = "memory", None, []
+        self.config = model.config.to_dict()
+        self.state = {k: v.detach().numpy().copy() for k, v in model.state_dict().items()}
+        self.tensors = {k: TensorInfo(k, "F32", v.shape, v.nbytes, "memory") for k, v in self.state.items()}
+
+    def raw(self, name):
+        value = self.state[name]
+        return RawTensor("F32", value.shape, value.reshape(-1).view(np.uint8))
+
+    def read(self, name):
+        return self.state[name].copy()
+
+    def side_files(self):
+        return {}
+
+    def fingerprint(self):
+        return ""
+
+
+def build(family, **overrides):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(family.model_types[0], **{**SIZES, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else nn.init.normal_(parameter, 1, 0.1)
+    return model
+
+
+def walk_through(walk, batches):
+    streams = walk.embed(batches)
+    for layer in range(walk.layers):
+        block = walk.block(layer)
+        walk.forward(block, layer, streams)
+        walk.release(block)
+    return streams
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_equal_transformers(name, tied):
+    family = families()[name]
+    model = build(family, tie_word_embeddings=tied)
+    batches = [torch.randint(0, 128, (2, 24)), torch.randint(0, 128, (1, 40))]
+    walk = Walk(InMemory(model), family)
+    streams = walk_through(walk, batches)
+    for ids, hidden in zip(batches, streams, strict=True):
+        with torch.inference_mode():
+            expected = model(input_ids=ids, use_cache=False).logits
+        assert torch.allclose(walk.logits(hidden), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_sliding_window_and_long_rope_reach_the_blocks(name):
+    family = families()[name]
+    extra = {"sliding_window": 8} if name == "mistral" else {}
+    rope = {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0}
+    model = build(family, rope_parameters=rope, **extra)
+    ids = torch.randint(0, 128, (1, 64))
+    walk = Walk(InMemory(model), family)
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(walk.logits(walk_through(walk, [ids])[0]), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_statistics_are_the_inputs_second_moments(name):
+    family = families()[name]
+    model = build(family)
+    batches = [torch.randint(0, 128, (2, 16)), torch.randint(0, 128, (1, 8))]
+    seen: dict[str, list[torch.Tensor]] = {}
+    block0 = model.get_submodule(family.block(0))
+    for linear in family.linears:
+        block0.get_submodule(linear.name).register_forward_pre_hook(
+            lambda m, args, key=linear.name: seen.setdefault(key, []).append(args[0])
+        )
+    with torch.inference_mode():
+        for ids in batches:
+            model(input_ids=ids, use_cache=False)
+    walk = Walk(InMemory(model), family)
+    streams = walk.embed(batches)
+    before = [s.clone() for s in streams]
+    stats = walk.collect(walk.block(0), 0, streams)
+    assert all(torch.equal(a, b) for a, b in zip(before, streams, strict=True))
+    assert set(stats) == {linear.name for linear in family.linears}
+    for key, inputs in seen.items():
+        x = torch.cat([i.reshape(-1, i.shape[-1]) for i in inputs]).double()
+        assert stats[key].tokens == 40
+        assert torch.allclose(stats[key].hessian.double(), x.T @ x, rtol=1e-4, atol=1e-4)
+    for group in family.inputs:  # the family's claim: one tensor feeds the whole group
+        for call in zip(*(seen[name] for name in group), strict=True):
+            assert all(tensor is call[0] for tensor in call)
+
+
+def test_family_shapes_equal_transformers():
+    for name, family in families().items():
+        for tied in (False, True):
+            model = build(family, tie_word_embeddings=tied, attention_bias=name == "llama")
+            expected = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+            if tied:
+                expected.pop("lm_head.weight")
+            got = {k: t.shape for k, t in family.tensors(model.config.to_dict()).items()}
+            assert got == expected
+
+
+def test_an_empty_token_set_and_wrong_ids_are_refused():
+    family = families()["llama"]
+    walk = Walk(InMemory(build(family)), family)
+    with pytest.raises(Exception, match="token id out of range"):
+        walk.embed([torch.tensor([[1, 128]])])
