@@ -1,0 +1,345 @@
+"""compressed-tensors directories (``pack-quantized``): the artifact's own format, read and written.
+
+One matrix's bytes: compressed_tensors_layout. The section in config.json: compressed_tensors_config.
+What the format cannot hold: compressed_tensors_checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor.checkpoint.base import Checkpoint, TensorInfo
+from compressor.core.report import Progress, no_progress
+from compressor.core.spec import SCALE_DTYPES, Spec
+from compressor.core.tensors import QTensor, RawTensor
+from compressor.errors import CompressorError, GateFailed, Problems
+from compressor.export.compressed_tensors_checks import check_plan, engine_warnings
+from compressor.export.compressed_tensors_config import quantization_config, specs_from_config
+from compressor.export.compressed_tensors_layout import (
+    PACKED,
+    PARTS,
+    SCALE,
+    SHAPE,
+    check_parts,
+    decode,
+    encode,
+    encoded_nbytes,
+    read_shape,
+)
+from compressor.kernels.floats import FLOAT_BYTES, encode_float
+
+__all__ = [
+    "ArtifactCheckpoint",
+    "check_plan",
+    "decode",
+    "encode",
+    "encoded_nbytes",
+    "engine_warnings",
+    "export",
+    "quantization_config",
+    "specs_from_config",
+]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class ArtifactCheckpoint(Checkpoint):
+    """A compressed-tensors directory as a float model that also tells its codes.
+
+    Presents ``<module>.weight`` in place of its stored parts; every other tensor is the source's own.
+
+    Attributes:
+        source: The checkpoint as stored.
+        specs: Format by module, of every quantized module.
+        quantization_config: The section taken out of config.json.
+
+    Raises:
+        CompressorError: the config is not readable, or files and config do not fit together (all
+            that is wrong at once, as Problems).
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source, self.label, self.path = source, source.label, source.path
+        self.config = {k: v for k, v in source.config.items() if k != "quantization_config"}
+        self.quantization_config: dict[str, Any] = source.config["quantization_config"]
+        self.notes = [*source.notes, *_config_notes(self.quantization_config)]
+        self.specs = _stored_specs(source, self.quantization_config)
+        self.tensors = dict(self._present(_checked_shapes(source, self.specs)))
+
+    def _present(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, TensorInfo]]:
+        for name, info in self.source.tensors.items():
+            module, _, part = name.rpartition(".")
+            if module not in self.specs or part not in PARTS:
+                yield name, info
+            elif part == PACKED:
+                spec, shape, weight = self.specs[module], shapes[module], f"{module}.weight"
+                nbytes = shape[0] * shape[1] * FLOAT_BYTES[spec.scale_dtype]
+                yield weight, TensorInfo(weight, spec.scale_dtype, shape, nbytes, info.file, spec.label())
+
+    def module_of(self, name: str) -> str | None:
+        """The quantized module whose weight ``name`` is, or None."""
+        module = name.removesuffix(".weight")
+        return module if module != name and module in self.specs else None
+
+    def qtensor(self, name: str) -> QTensor | None:
+        """The codes behind a weight, or None for a tensor that is stored as it is.
+
+        Raises:
+            CompressorError: the stored parts are no legal matrix of their format.
+        """
+        module = self.module_of(name)
+        if module is None:
+            return None
+        stored = {n: self.source.raw(n) for n in _parts_of(self.source, module)}
+        return decode(module, stored, self.specs[module])
+
+    def raw(self, name: str) -> RawTensor:
+        """Stored bytes; a quantized weight is dequantized and rounded to the dtype of its scales."""
+        info = self.tensors[name]
+        if self.module_of(name) is None:
+            return self.source.raw(name)
+        return RawTensor(info.dtype, info.shape, encode_float(self.read(name), info.dtype))
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """Float32; a quantized weight is (code - zero) * scale, not rounded any further."""
+        tensor = self.qtensor(name)
+        if tensor is None:
+            return self.source.read(name)
+        with np.errstate(over="ignore"):
+            weight = tensor.dequantize()
+        if not np.isfinite(weight).all():
+            raise CompressorError(
+                f"{name}: codes times scales overflow float32", hint="the scales are damaged"
+            )
+        return weight
+
+    def side_files(self) -> dict[str, Path | bytes]:
+        """The source's."""
+        return self.source.side_files()
+
+    def fingerprint(self) -> str:
+        """The source's, over the tensors as stored."""
+        return self.source.fingerprint()
+
+
+def _parts_of(source: Checkpoint, module: str) -> list[str]:
+    return [name for part in PARTS if (name := f"{module}.{part}") in source.tensors]
+
+
+def _config_notes(section: Mapping[str, Any]) -> list[str]:
+    if section.get("kv_cache_scheme") is None:
+        return []
+    return ["config.json asks engines for a quantized KV cache; only weights are read from it"]
+
+
+def _stored_specs(source: Checkpoint, section: Mapping[str, Any]) -> dict[str, Spec]:
+    """Format of every module that has packed codes, with the scale dtype its file tells."""
+    modules = [name.removesuffix(f".{PACKED}") for name in source.tensors if name.endswith(f".{PACKED}")]
+    specs: dict[str, Spec] = {}
+    problems: list[CompressorError] = []
+    for module, spec in specs_from_config(section, modules, source.label).items():
+        scale = source.tensors.get(f"{module}.{SCALE}")
+        if spec is None:
+            problems.append(
+                CompressorError(f"{module}: has codes, but quantization_config names no format")
+            )
+        elif f"{module}.weight_g_idx" in source.tensors:
+            problems.append(CompressorError(f"{module}: reordered columns (weight_g_idx) are not read"))
+        elif scale is None or scale.dtype not in SCALE_DTYPES:
+            got, expected = scale.dtype if scale else "missing", ", ".join(SCALE_DTYPES)
+            problems.append(CompressorError(f"{module}.{SCALE}: no scales", got=got, expected=expected))
+        else:
+            specs[module] = replace(spec, scale_dtype=scale.dtype)
+    if not modules:
+        problems.append(
+            CompressorError("no tensor ends in .weight_packed", hint="use the unquantized model")
+        )
+    _raise_all(source, problems)
+    return specs
+
+
+def _checked_shapes(source: Checkpoint, specs: Mapping[str, Spec]) -> dict[str, tuple[int, int]]:
+    """[out, in] of every quantized module, after comparing each part's header with its format."""
+    shapes: dict[str, tuple[int, int]] = {}
+    problems: list[CompressorError] = []
+    for module, spec in specs.items():
+        infos = {name: source.tensors[name] for name in _parts_of(source, module)}
+        records = {name: source.raw(name) for name in infos if name.endswith(f".{SHAPE}")}
+        try:
+            shapes[module] = read_shape(module, records)
+            found = {name: (info.dtype, info.shape) for name, info in infos.items()}
+            check_parts(module, found, spec, shapes[module])
+        except CompressorError as problem:
+            problems.append(problem)
+    _raise_all(source, problems)
+    return shapes
+
+
+def _raise_all(source: Checkpoint, problems: list[CompressorError]) -> None:
+    if problems:
+        raise Problems(f"{source.label}: weights and quantization_config do not fit together", problems)
+
+
+def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_progress) -> dict[str, Any]:
+    """Write a clean directory: weights, config and side files, nothing of a run; read it back as proof.
+
+    It grows in ``OUT.export.partial``, one tensor in memory at a time, and appears as OUT when proved.
+
+    Returns:
+        Facts: ``tensors``, ``quantized``, ``shards``, ``bytes`` of all tensors.
+
+    Raises:
+        CompressorError: ``out`` exists or cannot be written.
+        GateFailed: what was read back differs from what was to be written.
+    """
+    if out.exists() or out.is_symlink():
+        raise CompressorError(f"{out}: already exists", hint="choose another --out, or remove it first")
+    partial = out.with_name(f"{out.name}.export.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        shards = _write_shards(artifact, partial, progress)
+        _write_files(artifact, partial, shards)
+        facts = _prove(artifact, partial, progress)
+        partial.rename(out)
+    except OSError as error:
+        needed = sum(info.nbytes for info in artifact.source.tensors.values())
+        raise CompressorError(
+            f"{out}: cannot be written",
+            got=error.strerror or str(error),
+            expected=f"a writable place with {needed:,} bytes free",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {**facts, "shards": len(shards)}
+
+
+def _write_shards(artifact: ArtifactCheckpoint, folder: Path, progress: Progress) -> dict[str, list[str]]:
+    """Write every shard under its name in the source; returns stored tensor names by shard."""
+    presented: dict[str, list[str]] = defaultdict(list)
+    for name, info in artifact.tensors.items():
+        presented[info.file].append(name)
+    shards: dict[str, list[str]] = {}
+    done = 0
+    for file, names in sorted(presented.items()):
+        stored = [part for name in names for part in _stored_names(artifact, name)]
+        infos = {name: artifact.source.tensors[name] for name in stored}
+        with _ShardFile(folder / file, infos) as shard:
+            for name in names:
+                for part, raw in _encoded(artifact, name).items():
+                    shard.write(part, raw)
+                done += 1
+                progress("writing", done, len(artifact.tensors))
+        shards[file] = stored
+    return shards
+
+
+def _stored_names(artifact: ArtifactCheckpoint, name: str) -> list[str]:
+    module = artifact.module_of(name)
+    return [name] if module is None else _parts_of(artifact.source, module)
+
+
+def _encoded(artifact: ArtifactCheckpoint, name: str) -> dict[str, RawTensor]:
+    tensor = artifact.qtensor(name)
+    if tensor is None:
+        return {name: artifact.source.raw(name)}
+    return encode(name.removesuffix(".weight"), tensor)
+
+
+class _ShardFile:
+    """A safetensors file whose header is known beforehand, filled in any order.
+
+    Wide dtypes come first, so that every tensor starts at a multiple of its item size.
+    """
+
+    def __init__(self, path: Path, infos: Mapping[str, TensorInfo]) -> None:
+        def order(info: TensorInfo) -> tuple[int, str]:
+            return (-info.nbytes // max(1, int(np.prod(info.shape))), info.name)
+
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for info in sorted(infos.values(), key=order):
+            self._offsets[info.name], end = end, end + info.nbytes
+            span = [end - info.nbytes, end]
+            header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": span}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._base = 8 + len(text)
+
+    def write(self, name: str, raw: RawTensor) -> None:
+        """Put one tensor's bytes in its place."""
+        self._file.seek(self._base + self._offsets[name])
+        self._file.write(np.ascontiguousarray(raw.data).data)
+
+    def __enter__(self) -> _ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def _write_files(artifact: ArtifactCheckpoint, folder: Path, shards: Mapping[str, list[str]]) -> None:
+    """Side files, config.json, and last the index (none for a single model.safetensors)."""
+    for name, content in artifact.side_files().items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            target.write_bytes(content)
+        else:
+            shutil.copyfile(content, target)
+    config = {**artifact.config, "quantization_config": artifact.quantization_config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if list(shards) == [SINGLE]:
+        return
+    total = sum(info.nbytes for info in artifact.source.tensors.values())
+    weight_map = {name: file for file, names in shards.items() for name in sorted(names)}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _prove(artifact: ArtifactCheckpoint, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Open what was written and compare every code, scale, zero point and untouched byte."""
+    from compressor.checkpoint.safetensors import SafetensorsCheckpoint
+
+    written = ArtifactCheckpoint(SafetensorsCheckpoint(folder))
+    if written.tensors.keys() != artifact.tensors.keys():
+        differing = sorted(written.tensors.keys() ^ artifact.tensors.keys())
+        raise GateFailed("the written directory holds other tensors", got=", ".join(differing[:5]))
+    for done, name in enumerate(artifact.tensors, start=1):
+        if not _same(artifact, written, name):
+            raise GateFailed(f"{name}: read back differently from how it was written")
+        progress("reading back", done, len(artifact.tensors))
+    return {
+        "tensors": len(artifact.tensors),
+        "quantized": len(artifact.specs),
+        "bytes": sum(info.nbytes for info in written.source.tensors.values()),
+    }
+
+
+def _same(ours: ArtifactCheckpoint, theirs: ArtifactCheckpoint, name: str) -> bool:
+    a, b = ours.qtensor(name), theirs.qtensor(name)
+    if a is None or b is None:
+        left, right = ours.source.raw(name), theirs.source.raw(name)
+        kinds = (a is None, left.dtype, left.shape) == (b is None, right.dtype, right.shape)
+        return kinds and np.array_equal(left.data, right.data)
+    if a.spec != b.spec or (a.zeros is not None and b.zeros is not None and (a.zeros != b.zeros).any()):
+        return False
+    return np.array_equal(a.codes, b.codes) and np.array_equal(a.scales, b.scales)

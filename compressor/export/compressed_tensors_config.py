@@ -1,0 +1,211 @@
+"""``quantization_config`` in config.json: from each module's format to config groups, and back.
+
+Only keys that every reader of the layout accepts are written: readers refuse unknown keys inside a group,
+and older ones do not know the newer keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from compressor.core.spec import CHANNEL, TENSOR, Spec
+from compressor.errors import CompressorError, Problems
+
+METHOD, FORMAT = "compressed-tensors", "pack-quantized"
+HEAD = "lm_head"
+HEAD_TARGET = f"re:.*{HEAD}"
+_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
+_PLAIN = "weight-only integer formats of 2 to 8 bits in the pack-quantized layout"
+
+
+def quantization_config(specs: Mapping[str, Spec | None], tied: bool) -> dict[str, Any]:
+    """The config section for a model's linear layers.
+
+    Args:
+        specs: Every linear module's format by full name, None for those that stay float.
+        tied: The head shares the embedding table: it stays float and is named in ``ignore`` even when
+            ``specs`` leaves it out.
+    """
+    groups: dict[Spec, list[str]] = defaultdict(list)
+    for module, spec in specs.items():
+        if spec is not None:
+            groups[spec].append(module)
+    ignore = [module for module, spec in specs.items() if spec is None]
+    if tied and not any(_is_head(module) for module in specs):
+        ignore.append(HEAD)
+    if len(groups) == 1:
+        targets = [["Linear", *(HEAD_TARGET for module in specs if _is_head(module) and specs[module])]]
+    else:
+        targets = [_regex_targets(modules, specs) for modules in groups.values()]
+    return {
+        "config_groups": {
+            f"group_{index}": {"targets": target, "weights": _weights(spec)}
+            for index, (target, spec) in enumerate(zip(targets, groups, strict=True))
+        },
+        "format": FORMAT,
+        "ignore": ignore,
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+    }
+
+
+def _is_head(module: str) -> bool:
+    return module.rsplit(".", 1)[-1] == HEAD
+
+
+def _weights(spec: Spec) -> dict[str, Any]:
+    group = {"group_size": spec.group_size} if spec.strategy == "group" else {}
+    return {
+        "num_bits": spec.bits,
+        "type": "int",
+        "symmetric": spec.symmetric,
+        "strategy": spec.strategy,
+        **group,
+        "dynamic": False,
+        "observer": "minmax",
+    }
+
+
+def _regex_targets(modules: Iterable[str], specs: Mapping[str, Spec | None]) -> list[str]:
+    """Targets that match exactly ``modules`` among the modules of ``specs``.
+
+    Layers that share one parent and one set of block numbers share one regex: an engine that fuses
+    q, k and v looks for one target string that covers all three.
+    """
+    everywhere = _block_numbers(specs)
+    shared: dict[tuple[str, str, tuple[int, ...] | None], list[str]] = defaultdict(list)
+    targets = []
+    for (prefix, suffix), numbers in _block_numbers(modules).items():
+        parent, _, leaf = suffix.rpartition(".")
+        blocks = None if numbers == everywhere[prefix, suffix] else tuple(sorted(numbers))
+        shared[prefix, parent, blocks].append(leaf)
+    for (prefix, parent, blocks), leaves in shared.items():
+        number = r"\d+" if blocks is None else _either(map(str, blocks))
+        path = f"{re.escape(prefix)}{number}\\." + (re.escape(parent) + r"\." if parent else "")
+        targets.append(f"re:^{path}{_either(map(re.escape, leaves))}$")
+    single = [module for module in modules if not _NUMBERED.fullmatch(module)]
+    return targets + [HEAD_TARGET if _is_head(module) else module for module in single]
+
+
+def _block_numbers(modules: Iterable[str]) -> dict[tuple[str, str], set[int]]:
+    """Block numbers by (``model.layers.``, ``self_attn.q_proj``); modules outside blocks are left out."""
+    found: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for module in modules:
+        if match := _NUMBERED.fullmatch(module):
+            found[match.group(1), match.group(3)].add(int(match.group(2)))
+    return dict(found)
+
+
+def _either(words: Iterable[str]) -> str:
+    alternatives = list(words)
+    return alternatives[0] if len(alternatives) == 1 else f"({'|'.join(alternatives)})"
+
+
+def specs_from_config(
+    config: Mapping[str, Any], modules: Iterable[str], label: str = "quantization_config"
+) -> dict[str, Spec | None]:
+    """Each linear module's format, as readers understand the config. Inverse: quantization_config.
+
+    The config does not tell the dtype of scales: formats come with the default, files tell the truth.
+    A module takes the first target that matches, full names before regexes (in alphabetical order,
+    matched from the start) before class names; what ``ignore`` matches stays float.
+
+    Raises:
+        Problems: everything in the config that is not a plain integer format, at once.
+    """
+    problems = _file_problems(config, label)
+    targets: dict[str, Spec] = {}
+    for name, group in (config.get("config_groups") or {}).items():
+        try:
+            spec = _group_spec(config, group, f"{label}: {name}")
+        except CompressorError as problem:
+            problems.append(problem)
+            continue
+        targets.update(dict.fromkeys(group["targets"], spec))
+    if problems:
+        raise Problems(f"{label}: not readable", problems, "start from the unquantized model")
+    ignore = list(config.get("ignore") or ())
+    return {module: None if _first(module, ignore) else _lookup(module, targets) for module in modules}
+
+
+def _lookup(module: str, targets: Mapping[str, Spec]) -> Spec | None:
+    target = _first(module, targets)
+    return targets[target] if target else None
+
+
+def _first(module: str, targets: Iterable[str]) -> str | None:
+    """The first target that matches a linear module."""
+    ordered = sorted(targets)
+    if module in ordered:
+        return module
+    for target in ordered:
+        if target.startswith("re:") and re.match(target.removeprefix("re:"), module):
+            return target
+    return "Linear" if "Linear" in ordered else None
+
+
+def _file_problems(config: Mapping[str, Any], label: str) -> list[CompressorError]:
+    problems = []
+    if config.get("quant_method") != METHOD:
+        problems.append(_refusal(f"{label}: quant_method", config.get("quant_method"), METHOD))
+    if not isinstance(config.get("config_groups") or {}, Mapping):
+        problems.append(_refusal(f"{label}: config_groups", config["config_groups"], "an object"))
+    for key, why in (
+        ("transform_config", "no online transforms of activations"),
+        ("sparsity_config", "no sparsity"),
+    ):
+        section = config.get(key)
+        if section and not (key == "sparsity_config" and section.get("format") == "dense"):
+            problems.append(_refusal(f"{label}: {key}", section, why))
+    return problems
+
+
+def _group_spec(config: Mapping[str, Any], group: Any, label: str) -> Spec:
+    """The format of one config group."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
+        raise _refusal(f"{label} is no group", group, "an object with targets and weights")
+    stored = group.get("format") or config.get("format")
+    if stored != FORMAT:
+        raise _refusal(f"{label}: layout is not read", stored, FORMAT)
+    for key in ("input_activations", "output_activations"):
+        if group.get(key) is not None:
+            raise _refusal(f"{label}: quantizes activations", f"{key} {group[key]}", _PLAIN)
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise _refusal(f"{label}: quantizes no weights", weights, _PLAIN)
+    _check_weights(weights, label)
+    try:
+        return Spec(int(weights["num_bits"]), _group_size(weights), bool(weights.get("symmetric", True)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refusal(f"{label}: weights", f"{dict(weights)} ({error})", _PLAIN) from error
+
+
+def _check_weights(weights: Mapping[str, Any], label: str) -> None:
+    """Refuse float types, runtime ranges, and column orders that need an index per column (g_idx)."""
+    for key, allowed, why in (
+        ("type", ("int", None), _PLAIN),
+        ("dynamic", (False, None), "scales stored in the file"),
+        ("actorder", (None, False, "weight", "static"), "columns in their own order (no g_idx)"),
+        ("block_structure", (None,), "group, channel or tensor scales"),
+    ):
+        if weights.get(key) not in allowed:
+            raise _refusal(f"{label}: weights.{key}", weights[key], why)
+
+
+def _group_size(weights: Mapping[str, Any]) -> int:
+    """Our group_size, from a strategy or, where that is left out, from the group size."""
+    size = weights.get("group_size")
+    inferred = {None: "tensor", -1: "channel"}.get(size, "group")
+    strategy = weights.get("strategy") or inferred
+    if strategy == "group":
+        if not isinstance(size, int) or size < 1:
+            raise ValueError("strategy group without a positive group_size")
+        return size
+    return {"channel": CHANNEL, "tensor": TENSOR}[strategy]
+
+
+def _refusal(what: str, got: object, expected: str) -> CompressorError:
+    return CompressorError(what, got=got, expected=expected)
