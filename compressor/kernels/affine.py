@@ -201,7 +201,8 @@ def round_codes_numpy(
     grouped = weight.reshape(weight.shape[0], scales.shape[1], -1)
     with np.errstate(over="ignore"):
         nearest = np.rint(grouped / scales[:, :, None]) + _float_zeros(scales, zeros)[:, :, None]
-    return np.clip(nearest, low, high).astype(np.int8).reshape(weight.shape)
+    codes: NDArray[np.int8] = np.clip(nearest, low, high).astype(np.int8).reshape(weight.shape)
+    return codes
 
 
 def grid_errors(
@@ -282,11 +283,9 @@ def _float_zeros(scales: Floats, zeros: NDArray[np.int8] | None) -> Floats:
 
 def _per_row(weight: Floats, scales: Floats, zeros: Floats) -> tuple[Floats, Floats]:
     """Scales and zeros with one row for every row of the weight, contiguous."""
-    shape = (weight.shape[0], *scales.shape[1:])
-    return (
-        np.ascontiguousarray(np.broadcast_to(scales, shape)),
-        np.ascontiguousarray(np.broadcast_to(zeros, shape)),
-    )
+    if scales.shape[0] != weight.shape[0]:
+        scales, zeros = (np.repeat(a, weight.shape[0], axis=0) for a in (scales, zeros))
+    return np.ascontiguousarray(scales), np.ascontiguousarray(zeros)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -296,10 +295,11 @@ def _round_codes(weight, scales, zeros, low, high, codes):  # type: ignore[no-un
     for r in prange(rows):
         for g in range(scales.shape[1]):
             scale, zero = scales[r, g], zeros[r, g]
-            for j in range(g * width, (g + 1) * width):
-                code = np.rint(weight[r, j] / scale) + zero
+            line, rounded = weight[r, g * width : (g + 1) * width], codes[r, g * width : (g + 1) * width]
+            for j in range(width):
+                code = np.rint(line[j] / scale) + zero
                 code = low if code < low else (high if code > high else code)
-                codes[r, j] = np.int8(code)
+                rounded[j] = np.int8(code)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -328,8 +328,9 @@ def _moments(weight, importance, scales, zeros, low, high, out):  # type: ignore
         for g in range(scales.shape[1]):
             scale, zero = scales[r, g], zeros[r, g]
             error, cross, power = 0.0, 0.0, 0.0
-            for j in range(g * width, (g + 1) * width):
-                w, height = weight[r, j], np.float64(importance[j])
+            line, heights = weight[r, g * width : (g + 1) * width], importance[g * width : (g + 1) * width]
+            for j in range(width):
+                w, height = line[j], np.float64(heights[j])
                 code = np.rint(w / scale) + zero
                 code = low if code < low else (high if code > high else code)
                 step = code - zero

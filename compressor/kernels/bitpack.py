@@ -72,7 +72,8 @@ def unpack_rows_numpy(words: NDArray[np.uint32], bits: int, n: int) -> NDArray[n
     rows = words.shape[0]
     spelled = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, bitorder="little")
     fields = spelled[:, : n * bits].reshape(rows, n, bits)
-    return (fields << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
+    codes: NDArray[np.uint8] = (fields << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
+    return codes
 
 
 def _check_bits(bits: int) -> None:

@@ -98,39 +98,36 @@ def _by_blocks(
     """Both fast paths: what is left of each block of columns after all before it, then round it."""
     rows, columns = weight.shape
     dtype = weight.dtype
-    shape = (rows, scales.shape[1])
-    scale = np.ascontiguousarray(np.broadcast_to(scales.astype(dtype), shape))
-    zero = np.zeros(shape, dtype) if zeros is None else np.broadcast_to(zeros.astype(dtype), shape)
+    scale = scales.astype(dtype)
+    zero = np.zeros_like(scale) if zeros is None else zeros.astype(dtype)
+    if scale.shape[0] != rows:
+        scale, zero = (np.repeat(grid, rows, axis=0) for grid in (scale, zero))
     low, high = dtype.type(limits[0]), dtype.type(limits[1])
     codes, loss = np.empty((rows, columns), dtype=np.int8), np.zeros(rows, dtype=np.float64)
     errors = np.empty((rows, columns), dtype=dtype)
     for start in range(0, columns, block):
         part = slice(start, min(start + block, columns))
-        work = np.ascontiguousarray(weight[:, part])
-        if start:
-            work = work - errors[:, :start] @ upper[:start, part]
+        work = np.ascontiguousarray(weight[:, part] - errors[:, :start] @ upper[:start, part])
         corner = np.ascontiguousarray(upper[part, part])
         groups = np.ascontiguousarray(group_of_column[part])
-        done = codes[:, part], errors[:, part], loss
-        round_block(work, corner, scale, np.ascontiguousarray(zero), groups, low, high, *done)
+        round_block(work, corner, scale, zero, groups, low, high, start, codes, errors, loss)
     return codes, loss
 
 
-def _block_numpy(work, upper, scales, zeros, groups, low, high, codes, errors, loss):  # type: ignore[no-untyped-def]
+def _block_numpy(work, upper, scales, zeros, groups, low, high, start, codes, errors, loss):  # type: ignore[no-untyped-def]
     """The definition of _block, all rows at a time."""
-    work = work.copy()
     for i, group in enumerate(groups):
         scale, zero = scales[:, group], zeros[:, group]
         code = np.clip(np.rint(work[:, i] / scale) + zero, low, high)
         error = (work[:, i] - (code - zero) * scale) / upper[i, i]
         work[:, i + 1 :] -= error[:, None] * upper[i, i + 1 :]
-        codes[:, i], errors[:, i] = code.astype(np.int8), error
+        codes[:, start + i], errors[:, start + i] = code.astype(np.int8), error
         loss += error.astype(np.float64) * error.astype(np.float64)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
-def _block(work, upper, scales, zeros, groups, low, high, codes, errors, loss):  # type: ignore[no-untyped-def]
-    """One block: work [out, n] is used up; codes, errors [out, n] and loss [out] are filled."""
+def _block(work, upper, scales, zeros, groups, low, high, start, codes, errors, loss):  # type: ignore[no-untyped-def]
+    """Round work [out, n], which is used up, into columns start.. of codes and errors; add to loss [out]."""
     rows, count = work.shape
     for r in prange(rows):
         left = work[r]
@@ -139,8 +136,9 @@ def _block(work, upper, scales, zeros, groups, low, high, codes, errors, loss): 
             code = np.rint(left[i] / scale) + zero
             code = low if code < low else (high if code > high else code)
             error = (left[i] - (code - zero) * scale) / upper[i, i]
-            for j in range(i + 1, count):
-                left[j] -= error * upper[i, j]
-            codes[r, i] = np.int8(code)
-            errors[r, i] = error
+            rest, factors = left[i + 1 :], upper[i, i + 1 :]
+            for j in range(rest.size):
+                rest[j] -= error * factors[j]
+            codes[r, start + i] = np.int8(code)
+            errors[r, start + i] = error
             loss[r] += np.float64(error) * np.float64(error)
