@@ -118,7 +118,11 @@ def specs_from_config(
     """
     problems = _file_problems(config, label)
     targets: dict[str, Spec] = {}
-    for name, group in (config.get("config_groups") or {}).items():
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        problems.append(_refusal(f"{label}: config_groups", groups, "an object"))
+        groups = {}
+    for name, group in groups.items():
         try:
             spec = _group_spec(config, group, f"{label}: {name}")
         except CompressorError as problem:
@@ -151,8 +155,10 @@ def _file_problems(config: Mapping[str, Any], label: str) -> list[CompressorErro
     problems = []
     if config.get("quant_method") != METHOD:
         problems.append(_refusal(f"{label}: quant_method", config.get("quant_method"), METHOD))
-    if not isinstance(config.get("config_groups") or {}, Mapping):
-        problems.append(_refusal(f"{label}: config_groups", config["config_groups"], "an object"))
+    try:
+        _check_patterns(config.get("ignore") or [], f"{label}: ignore")
+    except CompressorError as problem:
+        problems.append(problem)
     for key, why in (
         ("transform_config", "no online transforms of activations"),
         ("sparsity_config", "no sparsity"),
@@ -165,8 +171,9 @@ def _file_problems(config: Mapping[str, Any], label: str) -> list[CompressorErro
 
 def _group_spec(config: Mapping[str, Any], group: Any, label: str) -> Spec:
     """The format of one config group."""
-    if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
+    if not isinstance(group, Mapping):
         raise _refusal(f"{label} is no group", group, "an object with targets and weights")
+    _check_patterns(group.get("targets"), f"{label}: targets")
     stored = group.get("format") or config.get("format")
     if stored != FORMAT:
         raise _refusal(f"{label}: layout is not read", stored, FORMAT)
@@ -181,6 +188,17 @@ def _group_spec(config: Mapping[str, Any], group: Any, label: str) -> Spec:
         return Spec(int(weights["num_bits"]), _group_size(weights), bool(weights.get("symmetric", True)))
     except (KeyError, TypeError, ValueError) as error:
         raise _refusal(f"{label}: weights", f"{dict(weights)} ({error})", _PLAIN) from error
+
+
+def _check_patterns(patterns: object, label: str) -> None:
+    """Refuse what is no list of names and regexes."""
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise _refusal(label, patterns, "a list of module names, re:... patterns and class names")
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise _refusal(label, pattern, f"a regular expression ({error})") from error
 
 
 def _check_weights(weights: Mapping[str, Any], label: str) -> None:
