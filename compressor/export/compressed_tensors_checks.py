@@ -66,7 +66,7 @@ def engine_warnings(tensors: Iterable[PlannedTensor], family: Family) -> list[st
         lines.append(f"int{bits} ({count} tensors) loads in transformers only: vLLM runs 4 and 8 bits")
     if any(spec.strategy == "tensor" for _, spec in planned):
         lines.append("one scale per tensor loads in transformers only: vLLM runs group and channel scales")
-    lines += _asymmetric_warnings([spec for _, spec in planned])
+    lines += _asymmetric_warnings({spec for _, spec in planned})
     cast = {(spec.scale_dtype, t.dtype) for t, spec in planned if t.dtype not in (spec.scale_dtype, "F32")}
     lines += [
         f"scales are stored in {scale}, the model in {dtype}: engines cast scales when they load them"
@@ -75,10 +75,10 @@ def engine_warnings(tensors: Iterable[PlannedTensor], family: Family) -> list[st
     return lines + _fused_warnings({tensor.module: spec for tensor, spec in planned}, family)
 
 
-def _asymmetric_warnings(specs: list[Spec]) -> list[str]:
-    if all(spec.symmetric for spec in specs):
+def _asymmetric_warnings(specs: set[Spec]) -> list[str]:
+    if all(spec.symmetric or spec.strategy == "tensor" for spec in specs):
         return []
-    if len(set(specs)) > 1:
+    if len(specs) > 1:
         return ["asymmetric beside other formats does not load in transformers 5.24; vLLM runs it"]
     return [
         "asymmetric formats load in transformers 5.24 only with CompressedTensorsConfig(dequantize=True)"
