@@ -127,7 +127,7 @@ def _block_numpy(work, upper, scales, zeros, groups, low, high, start, codes, er
 
 @njit(parallel=True, cache=True, error_model="numpy")
 def _block(work, upper, scales, zeros, groups, low, high, start, codes, errors, loss):  # type: ignore[no-untyped-def]
-    """Round work [out, n], which is used up, into columns start.. of codes and errors; add to loss [out]."""
+    """Round work [out, n], which is used up, into columns start.. of codes and errors; add to loss."""
     rows, count = work.shape
     for r in prange(rows):
         left = work[r]

@@ -40,7 +40,8 @@ def run(
 ) -> Rounded:
     """Round weight float32 [out, in]; stats and device are not used.
 
-    Facts: ``weight_error`` = sum of squared differences, ``relative_weight_error`` = that over the sum of squares.
+    Facts: ``weight_error`` = sum of squared differences, ``relative_weight_error`` = that over the
+    sum of squared weights.
 
     Raises:
         CompressorError: the format is asymmetric.
