@@ -7,7 +7,6 @@ What the format cannot hold: compressed_tensors_checks.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor.checkpoint.base import Checkpoint, TensorInfo
+from compressor.checkpoint.safetensors import CONFIG, INDEX, SINGLE, SafetensorsCheckpoint
+from compressor.checkpoint.shard import write_safetensors
+from compressor.checkpoint.writer import check_free_space
 from compressor.core.report import Progress, no_progress
 from compressor.core.spec import SCALE_DTYPES, Spec
 from compressor.core.tensors import QTensor, RawTensor
@@ -34,6 +36,7 @@ from compressor.export.compressed_tensors_layout import (
     decode,
     encode,
     encoded_nbytes,
+    layout,
     read_shape,
 )
 from compressor.kernels.floats import FLOAT_BYTES, encode_float
@@ -49,8 +52,6 @@ __all__ = [
     "quantization_config",
     "specs_from_config",
 ]
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class ArtifactCheckpoint(Checkpoint):
@@ -100,8 +101,15 @@ class ArtifactCheckpoint(Checkpoint):
         module = self.module_of(name)
         if module is None:
             return None
-        stored = {n: self.source.raw(n) for n in _parts_of(self.source, module)}
+        stored = {part: self.source.raw(part) for part in self.stored_names(name)}
         return decode(module, stored, self.specs[module])
+
+    def stored_names(self, name: str) -> list[str]:
+        """The tensors in the files behind one presented tensor: itself, or the parts of its codes."""
+        module = self.module_of(name)
+        if module is None:
+            return [name]
+        return [f"{module}.{part}" for part in layout(self.specs[module], *self.tensors[name].shape)]
 
     def raw(self, name: str) -> RawTensor:
         """Stored bytes; a quantized weight is dequantized and rounded to the dtype of its scales."""
@@ -130,10 +138,6 @@ class ArtifactCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         """The source's, over the tensors as stored."""
         return self.source.fingerprint()
-
-
-def _parts_of(source: Checkpoint, module: str) -> list[str]:
-    return [name for part in PARTS if (name := f"{module}.{part}") in source.tensors]
 
 
 def _config_notes(section: Mapping[str, Any]) -> list[str]:
@@ -173,12 +177,13 @@ def _checked_shapes(source: Checkpoint, specs: Mapping[str, Spec]) -> dict[str, 
     shapes: dict[str, tuple[int, int]] = {}
     problems: list[CompressorError] = []
     for module, spec in specs.items():
-        infos = {name: source.tensors[name] for name in _parts_of(source, module)}
+        infos = {
+            name: source.tensors[name] for part in PARTS if (name := f"{module}.{part}") in source.tensors
+        }
         records = {name: source.raw(name) for name in infos if name.endswith(f".{SHAPE}")}
         try:
             shapes[module] = read_shape(module, records)
-            found = {name: (info.dtype, info.shape) for name, info in infos.items()}
-            check_parts(module, found, spec, shapes[module])
+            check_parts(module, {n: (i.dtype, i.shape) for n, i in infos.items()}, spec, shapes[module])
         except CompressorError as problem:
             problems.append(problem)
     _raise_all(source, problems)
@@ -193,7 +198,8 @@ def _raise_all(source: Checkpoint, problems: list[CompressorError]) -> None:
 def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_progress) -> dict[str, Any]:
     """Write a clean directory: weights, config and side files, nothing of a run; read it back as proof.
 
-    It grows in ``OUT.export.partial``, one tensor in memory at a time, and appears as OUT when proved.
+    The artifact is in this format already: its parts are copied from mapped files, none is rounded again.
+    The directory grows as ``OUT.export.partial`` and takes its name when proved.
 
     Returns:
         Facts: ``tensors``, ``quantized``, ``shards``, ``bytes`` of all tensors.
@@ -204,6 +210,8 @@ def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_prog
     """
     if out.exists() or out.is_symlink():
         raise CompressorError(f"{out}: already exists", hint="choose another --out, or remove it first")
+    needed = sum(info.nbytes for info in artifact.source.tensors.values())
+    check_free_space(out, needed)
     partial = out.with_name(f"{out.name}.export.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -213,7 +221,6 @@ def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_prog
         facts = _prove(artifact, partial, progress)
         partial.rename(out)
     except OSError as error:
-        needed = sum(info.nbytes for info in artifact.source.tensors.values())
         raise CompressorError(
             f"{out}: cannot be written",
             got=error.strerror or str(error),
@@ -226,74 +233,15 @@ def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_prog
 
 def _write_shards(artifact: ArtifactCheckpoint, folder: Path, progress: Progress) -> dict[str, list[str]]:
     """Write every shard under its name in the source; returns stored tensor names by shard."""
-    presented: dict[str, list[str]] = defaultdict(list)
+    shards: dict[str, list[str]] = defaultdict(list)
     for name, info in artifact.tensors.items():
-        presented[info.file].append(name)
-    shards: dict[str, list[str]] = {}
-    done = 0
-    for file, names in sorted(presented.items()):
-        stored = [part for name in names for part in _stored_names(artifact, name)]
-        infos = {name: artifact.source.tensors[name] for name in stored}
-        with _ShardFile(folder / file, infos) as shard:
-            for name in names:
-                for part, raw in _encoded(artifact, name).items():
-                    shard.write(part, raw)
-                done += 1
-                progress("writing", done, len(artifact.tensors))
-        shards[file] = stored
-    return shards
-
-
-def _stored_names(artifact: ArtifactCheckpoint, name: str) -> list[str]:
-    module = artifact.module_of(name)
-    return [name] if module is None else _parts_of(artifact.source, module)
-
-
-def _encoded(artifact: ArtifactCheckpoint, name: str) -> dict[str, RawTensor]:
-    tensor = artifact.qtensor(name)
-    if tensor is None:
-        return {name: artifact.source.raw(name)}
-    return encode(name.removesuffix(".weight"), tensor)
-
-
-class _ShardFile:
-    """A safetensors file whose header is known beforehand, filled in any order.
-
-    Wide dtypes come first, so that every tensor starts at a multiple of its item size.
-    """
-
-    def __init__(self, path: Path, infos: Mapping[str, TensorInfo]) -> None:
-        def order(info: TensorInfo) -> tuple[int, str]:
-            return (-info.nbytes // max(1, int(np.prod(info.shape))), info.name)
-
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._offsets: dict[str, int] = {}
-        end = 0
-        for info in sorted(infos.values(), key=order):
-            self._offsets[info.name], end = end, end + info.nbytes
-            span = [end - info.nbytes, end]
-            header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": span}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        shards[info.file] += artifact.stored_names(name)
+    for done, (file, names) in enumerate(sorted(shards.items()), start=1):
+        path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._base = 8 + len(text)
-
-    def write(self, name: str, raw: RawTensor) -> None:
-        """Put one tensor's bytes in its place."""
-        self._file.seek(self._base + self._offsets[name])
-        self._file.write(np.ascontiguousarray(raw.data).data)
-
-    def __enter__(self) -> _ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        write_safetensors(path, {name: artifact.source.raw(name) for name in names})
+        progress("writing", done, len(shards))
+    return dict(sorted(shards.items()))
 
 
 def _write_files(artifact: ArtifactCheckpoint, folder: Path, shards: Mapping[str, list[str]]) -> None:
@@ -306,19 +254,17 @@ def _write_files(artifact: ArtifactCheckpoint, folder: Path, shards: Mapping[str
         else:
             shutil.copyfile(content, target)
     config = {**artifact.config, "quantization_config": artifact.quantization_config}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if list(shards) == [SINGLE]:
         return
-    total = sum(info.nbytes for info in artifact.source.tensors.values())
     weight_map = {name: file for file, names in shards.items() for name in sorted(names)}
+    total = sum(artifact.source.tensors[name].nbytes for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _prove(artifact: ArtifactCheckpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     """Open what was written and compare every code, scale, zero point and untouched byte."""
-    from compressor.checkpoint.safetensors import SafetensorsCheckpoint
-
     written = ArtifactCheckpoint(SafetensorsCheckpoint(folder))
     if written.tensors.keys() != artifact.tensors.keys():
         differing = sorted(written.tensors.keys() ^ artifact.tensors.keys())

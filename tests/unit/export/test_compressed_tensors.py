@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from compressor.checkpoint.safetensors import SafetensorsCheckpoint
+from compressor.checkpoint.safetensors import INDEX, SafetensorsCheckpoint
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor, RawTensor
 from compressor.errors import CompressorError, GateFailed, Problems
@@ -193,7 +194,7 @@ def write_artifact(folder: Path, specs, extra=(), shards=1, tied=False) -> dict[
         }
         save_file(part, folder / file, {"format": "pt"})
     if shards > 1:
-        (folder / ct.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     config = {"model_type": "llama", "quantization_config": ct.quantization_config(specs, tied=tied)}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -284,6 +285,7 @@ def test_export_writes_the_same_model_and_nothing_else(tmp_path, shards):
     facts = ct.export(opened(tmp_path / "a"), tmp_path / "b", lambda *step: seen.append(step))
     assert facts["shards"] == shards
     assert (facts["tensors"], facts["quantized"]) == (5, 3)
+    assert seen[shards - 1] == ("writing", shards, shards)
     assert seen[-1] == ("reading back", 5, 5)
     source, written = SafetensorsCheckpoint(tmp_path / "a"), SafetensorsCheckpoint(tmp_path / "b")
     assert facts["bytes"] == sum(info.nbytes for info in source.tensors.values())
@@ -296,7 +298,7 @@ def test_export_writes_the_same_model_and_nothing_else(tmp_path, shards):
             assert list(file.get_tensor(name).shape) == list(source.tensors[name].shape)
     names = {path.name for path in (tmp_path / "b").iterdir()}
     weights = {info.file for info in written.tensors.values()}
-    index = {ct.INDEX} if shards > 1 else set()
+    index = {INDEX} if shards > 1 else set()
     assert names == {"config.json", "tokenizer.json"} | weights | index
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     for module, tensor in quantized.items():
@@ -321,19 +323,42 @@ def test_export_refuses_an_existing_place_and_leaves_nothing_behind(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ct._ShardFile, "write", full)
+        patch.setattr(ct, "write_safetensors", full)
         with pytest.raises(CompressorError, match="cannot be written") as caught:
             ct.export(opened(tmp_path / "a"), tmp_path / "c")
     assert "No space left" in str(caught.value)
 
-    def skip_scales(self, name, raw, write=ct._ShardFile.write):
-        write(
-            self,
-            name,
-            replace(raw, data=raw.data ^ 1) if name.endswith("mlp.up_proj.weight_scale") else raw,
-        )
+    def flip(path, raws, write=ct.write_safetensors):
+        name = "model.layers.1.mlp.up_proj.weight_packed"
+        write(path, {**raws, name: replace(raws[name], data=raws[name].data ^ 1)})
 
-    monkeypatch.setattr(ct._ShardFile, "write", skip_scales)
-    with pytest.raises(GateFailed, match=r"up_proj\.weight: read back differently"):
+    with monkeypatch.context() as patch:
+        patch.setattr(ct, "write_safetensors", flip)
+        with pytest.raises(GateFailed, match=r"layers\.1\.mlp\.up_proj\.weight: read back differently"):
+            ct.export(opened(tmp_path / "a"), tmp_path / "c")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
+    with pytest.raises(CompressorError, match="not enough free space"):
         ct.export(opened(tmp_path / "a"), tmp_path / "c")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_zero_points_of_symmetric_formats_are_not_carried(tmp_path):
+    """Some tools leave them in; engines refuse them."""
+    stray = "model.layers.0.mlp.up_proj.weight_zero_point"
+    write_artifact(tmp_path / "a", SPECS, [(stray, RawTensor("I8", (4,), np.zeros(4, np.uint8)))])
+    artifact = opened(tmp_path / "a")
+    assert stray not in artifact.tensors
+    facts = ct.export(artifact, tmp_path / "b")
+    written = SafetensorsCheckpoint(tmp_path / "b")
+    assert set(written.tensors) == set(artifact.source.tensors) - {stray}
+    assert facts["bytes"] == sum(info.nbytes for info in artifact.source.tensors.values()) - 4
+
+
+def test_a_quantized_cache_in_the_config_is_noted(tmp_path):
+    write_artifact(tmp_path / "a", SPECS)
+    path = tmp_path / "a" / "config.json"
+    assert opened(tmp_path / "a").notes == []
+    config = json.loads(path.read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    path.write_text(json.dumps(config))
+    assert len(opened(tmp_path / "a").notes) == 1
