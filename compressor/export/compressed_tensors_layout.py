@@ -171,9 +171,8 @@ def _pack(codes: NDArray[np.int8], bits: int, transpose: bool = False) -> NDArra
     """Signed codes int8 [rows, n] -> bytes of their words [rows, words], or of [words, rows]."""
     from compressor.kernels.bitpack import pack_rows
 
-    unsigned = (np.ascontiguousarray(codes).view(np.uint8) + np.uint8(1 << (bits - 1))).astype(np.uint8)
-    words = pack_rows(unsigned, bits)
-    return np.ascontiguousarray(words.T if transpose else words).astype("<u4").view(np.uint8).reshape(-1)
+    words = pack_rows(np.ascontiguousarray(codes).view(np.uint8) + np.uint8(1 << (bits - 1)), bits)
+    return np.ascontiguousarray(words.T if transpose else words, dtype="<u4").view(np.uint8).reshape(-1)
 
 
 def _unpack(words: NDArray[np.uint32], bits: int, n: int) -> NDArray[np.int8]:
