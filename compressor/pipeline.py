@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from compressor import __version__
 from compressor.arch import find_family
 from compressor.arch.base import Family
 from compressor.checkpoint.base import Checkpoint
-from compressor.checkpoint.reader import check_against_family
+from compressor.checkpoint.reader import check_against_family, open_config
 from compressor.checkpoint.writer import RunDirectory, check_free_space
 from compressor.core.plan import Plan, PlannedTensor
 from compressor.core.report import Progress, Report, no_progress
@@ -86,6 +86,31 @@ def prepare(job: Job) -> Prepared:
     return Prepared(job, checkpoint, family, recipe, plan)
 
 
+def plan_model(
+    model: str, recipe: str, substitutions: Mapping[str, str], samples: int, sequence_length: int
+) -> Plan:
+    """The plan of a model on disk, or of a bare config.json (weights are then taken from the config).
+
+    Raises:
+        CompressorError: as ``prepare``.
+    """
+    job = Job(model, recipe, Path(), samples=samples, sequence_length=sequence_length)
+    job = replace(job, substitutions=substitutions)
+    path = Path(model)
+    has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.suffix != ".json"
+    if has_weights:
+        return prepare(job).plan
+    label, config = open_config(path)
+    return make_plan(
+        label=label,
+        config=config,
+        family=find_family(config, label),
+        tensors=None,
+        recipe=load_recipe(recipe, substitutions),
+        run=RunShape(samples, sequence_length),
+    )
+
+
 def check_runnable(ready: Prepared) -> None:
     """Refuse what can be planned but not run: missing passes, formats and exports that cannot hold it.
 
@@ -95,7 +120,7 @@ def check_runnable(ready: Prepared) -> None:
     from compressor.export import compressed_tensors, gguf
 
     tied = ready.family.tied(ready.checkpoint.config)
-    problems = list(unavailable(ready.recipe, ready.job.substitutions))
+    problems = list(unavailable(ready.recipe))
     problems += compressed_tensors.check_plan(ready.plan.tensors, tied)
     unknown = [name for name in ready.job.exports if name not in EXPORTS]
     problems += [
@@ -173,9 +198,7 @@ def export_artifact(
         )
         return facts, report
     if not isinstance(checkpoint, compressed_tensors.ArtifactCheckpoint):
-        raise CompressorError(
-            f"{source}: has no integer codes to export", hint="run `compress quantize` first"
-        )
+        raise CompressorError(f"{source}: has no integer codes to export", hint="run `compress quantize` first")
     return compressed_tensors.export(checkpoint, out, progress), report
 
 
@@ -261,9 +284,7 @@ def _load_streams(run: RunDirectory, layer: int, device: str) -> list[torch.Tens
     return [torch.from_numpy(arrays[str(i)]).clone().to(device) for i in range(len(arrays))]
 
 
-def _round_block(
-    ready: Prepared, run: RunDirectory, walk: Walk, layer: int, streams: list[torch.Tensor]
-) -> None:
+def _round_block(ready: Prepared, run: RunDirectory, walk: Walk, layer: int, streams: list[torch.Tensor]) -> None:
     """One block: statistics on quantized inputs, round, forward with the rounded weights, write."""
     import torch
 
@@ -332,9 +353,7 @@ def _round(
         "degraded": list(rounded.degraded),
     }
     if rounded.degraded and ready.job.strict:
-        raise CompressorError(
-            f"{tensor.name}: {rounded.degraded[0]}", hint="run without --strict to accept this"
-        )
+        raise CompressorError(f"{tensor.name}: {rounded.degraded[0]}", hint="run without --strict to accept this")
     encoded = compressed_tensors.encode(tensor.module, rounded.tensor)
     return encoded, rounded.tensor.dequantize(), facts
 

@@ -9,26 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compressor.cli.console import print_json, progress_bar, say
-from compressor.errors import CompressorError
+from compressor.cli.substitutions import parse_substitutions
 
 if TYPE_CHECKING:
     from compressor.core.report import Report
     from compressor.pipeline import Job, Prepared
-
-
-def parse_substitutions(pairs: list[str]) -> dict[str, str]:
-    """``["awq=gptq"]`` -> ``{"awq": "gptq"}``.
-
-    Raises:
-        CompressorError: a pair without ``=`` or with an empty side.
-    """
-    found = {}
-    for pair in pairs:
-        old, _, new = pair.partition("=")
-        if not old or not new:
-            raise CompressorError("--substitute", got=repr(pair), expected="OLD=NEW, e.g. awq=gptq")
-        found[old] = new
-    return found
 
 
 def quantize(
@@ -45,9 +30,7 @@ def quantize(
     substitute: Annotated[
         list[str] | None, typer.Option(help="Run NEW where the recipe says OLD (OLD=NEW); repeatable.")
     ] = None,
-    export: Annotated[
-        str, typer.Option(help="Also export: gguf, compressed-tensors (comma separated).")
-    ] = "",
+    export: Annotated[str, typer.Option(help="Also export: gguf, compressed-tensors (comma separated).")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Every fallback is an error.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished run of this OUT.")] = False,
@@ -106,9 +89,7 @@ def run_job(job: Job, json_output: bool) -> dict[str, Any]:
         exported = {}
         for name in job.exports:
             target = export_path(job.out, name)
-            facts, export_report = export_artifact(
-                str(job.out), name, target, strict=job.strict, progress=progress
-            )
+            facts, export_report = export_artifact(str(job.out), name, target, strict=job.strict, progress=progress)
             report.events += export_report.events
             exported[name] = {"path": str(target), **facts}
     summary = _summary(job, ready, report, exported, time.monotonic() - started)
@@ -125,9 +106,7 @@ def export_path(artifact: Path, format_name: str) -> Path:
     return artifact.with_name(artifact.name + ending)
 
 
-def _summary(
-    job: Job, ready: Prepared, report: Report, exported: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def _summary(job: Job, ready: Prepared, report: Report, exported: dict[str, Any], seconds: float) -> dict[str, Any]:
     return {
         "out": str(job.out),
         "tensors_quantized": len(ready.plan.quantized()),
@@ -137,9 +116,7 @@ def _summary(
         "seconds": round(seconds, 2),
         "peak_rss_bytes": peak_rss_bytes(),
         "predicted_peak_bytes": ready.plan.peak_ram_bytes,
-        "events": [
-            {"message": e.message, "tensor": e.tensor, "degraded": e.degraded} for e in report.events
-        ],
+        "events": [{"message": e.message, "tensor": e.tensor, "degraded": e.degraded} for e in report.events],
         "exports": exported,
     }
 

@@ -76,6 +76,7 @@ class Plan:
         layers: Number of blocks.
         peak_ram_bytes: Predicted peak resident memory of ``quantize``.
         disk_bytes: Predicted disk need (artifact plus run state).
+        peak_parts: The prediction's parts, by name.
         notes: Facts to show (fp16 keeps bf16 as stored, substitutions made ...).
     """
 
@@ -86,6 +87,7 @@ class Plan:
     peak_ram_bytes: int
     disk_bytes: int
     notes: tuple[str, ...] = ()
+    peak_parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,114 @@
+"""``compress plan``: what a recipe would do to a model, and what it would cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compressor.cli.console import out, print_json
+from compressor.cli.substitutions import parse_substitutions
+
+if TYPE_CHECKING:
+    from compressor.core.plan import Plan, PlannedTensor
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Directory, .gguf, hub id, `demo`, or a bare config.json.")],
+    recipe: Annotated[str, typer.Option(help="Recipe file, or the name of a shipped one.")],
+    substitute: Annotated[
+        list[str] | None, typer.Option(help="Plan NEW where the recipe says OLD (OLD=NEW); repeatable.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration windows (for the memory figure).")] = 128,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show tensor, role, rule, format and bytes; totals, peak memory, disk. Reads headers only.
+
+    Examples:
+
+    \b
+      compress plan demo --recipe int4
+      compress plan Llama-3-70B/config.json --recipe mixed_70b
+    """
+    from compressor.pipeline import plan_model
+
+    found = plan_model(model, recipe, parse_substitutions(substitute or []), samples, sequence_length)
+    show_plan(found, json_output=json_output, tensors=tensors)
+
+
+def show_plan(plan: Plan, *, json_output: bool, tensors: bool = False) -> None:
+    """Print a plan as a table or as JSON."""
+    if json_output:
+        print_json(plan_json(plan))
+        return
+    console = out()
+    console.print(_table(plan, tensors))
+    ratio = plan.source_nbytes / max(1, plan.nbytes)
+    console.print(
+        f"{plan.model}: {plan.nbytes / 1e9:.3f} GB of {plan.source_nbytes / 1e9:.3f} GB (1/{ratio:.2f}),"
+        f" {plan.bits_per_weight:.3f} bits per weight over all tensors"
+    )
+    console.print(f"predicted peak memory of quantize: {plan.peak_ram_bytes / 1e9:.2f} GB")
+    for name, size in plan.peak_parts.items():
+        console.print(f"  {size / 1e9:8.3f} GB  {name}")
+    console.print(f"disk: {plan.disk_bytes / 1e9:.2f} GB")
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan, JSON-ready."""
+    return {
+        "model": plan.model,
+        "family": plan.family,
+        "bytes": plan.nbytes,
+        "source_bytes": plan.source_nbytes,
+        "bits_per_weight": plan.bits_per_weight,
+        "peak_ram_bytes": plan.peak_ram_bytes,
+        "peak_parts": dict(plan.peak_parts),
+        "disk_bytes": plan.disk_bytes,
+        "notes": list(plan.notes),
+        "tensors": [
+            {
+                "name": t.name,
+                "role": t.role,
+                "rule": t.rule,
+                "format": t.format_label,
+                "passes": [call.name for call in t.passes],
+                "shape": list(t.shape),
+                "bytes": t.nbytes,
+                "bits_per_weight": t.bits_per_weight,
+            }
+            for t in plan.tensors
+        ],
+    }
+
+
+def _table(plan: Plan, tensors: bool) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("tensors", "role", "format", "passes", "rule"):
+        table.add_column(column, overflow="fold")
+    for column in ("weights", "bytes", "bits/weight"):
+        table.add_column(column, justify="right")
+    for label, group in _rows(plan, tensors):
+        first, nbytes = group[0], sum(t.nbytes for t in group)
+        elements = sum(t.elements for t in group)
+        passes = "+".join(call.name for call in first.passes) or "-"
+        figures = (f"{elements:,}", f"{nbytes:,}", f"{8 * nbytes / max(1, elements):.3f}")
+        table.add_row(label, first.role, first.format_label, passes, first.rule, *figures)
+    return table
+
+
+def _rows(plan: Plan, tensors: bool) -> list[tuple[str, list[PlannedTensor]]]:
+    """One row per tensor, or per (role, format, passes, rule)."""
+    if tensors:
+        return [(t.name, [t]) for t in plan.tensors]
+    groups: dict[tuple[Any, ...], list[PlannedTensor]] = defaultdict(list)
+    for t in plan.tensors:
+        groups[(t.role, t.format_label, tuple(call.name for call in t.passes), t.rule)].append(t)
+    return [(str(len(group)), group) for group in groups.values()]
