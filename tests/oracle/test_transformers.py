@@ -123,7 +123,7 @@ CASES: dict[str, Choose] = {
     "int8 channel": blocks(INT8),
     "int8 tensor": blocks(Spec(8, 0)),
     "int8 tensor asymmetric": blocks(Spec(8, 0, symmetric=False)),
-    "int3 group": blocks(Spec(3, 16)),
+    **{f"int{bits} group": blocks(Spec(bits, 16)) for bits in (2, 3, 5, 6, 7)},
     "int4, int8 and float": blocks(INT4, None, down_proj=INT8, o_proj=None),
     "int4 with int8 in one block": blocks(INT4, None, **{"layers.1.mlp": INT8}),
     "one block float": blocks(INT4, None, **{"layers.0": None}),
