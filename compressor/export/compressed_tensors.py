@@ -126,9 +126,7 @@ class ArtifactCheckpoint(Checkpoint):
         with np.errstate(over="ignore"):
             weight = tensor.dequantize()
         if not np.isfinite(weight).all():
-            raise CompressorError(
-                f"{name}: codes times scales overflow float32", hint="the scales are damaged"
-            )
+            raise CompressorError(f"{name}: codes times scales overflow float32", hint="the scales are damaged")
         return weight
 
     def side_files(self) -> dict[str, Path | bytes]:
@@ -154,9 +152,7 @@ def _stored_specs(source: Checkpoint, section: Mapping[str, Any]) -> dict[str, S
     for module, spec in specs_from_config(section, modules, source.label).items():
         scale = source.tensors.get(f"{module}.{SCALE}")
         if spec is None:
-            problems.append(
-                CompressorError(f"{module}: has codes, but quantization_config names no format")
-            )
+            problems.append(CompressorError(f"{module}: has codes, but quantization_config names no format"))
         elif f"{module}.weight_g_idx" in source.tensors:
             problems.append(CompressorError(f"{module}: reordered columns (weight_g_idx) are not read"))
         elif scale is None or scale.dtype not in SCALE_DTYPES:
@@ -165,9 +161,7 @@ def _stored_specs(source: Checkpoint, section: Mapping[str, Any]) -> dict[str, S
         else:
             specs[module] = replace(spec, scale_dtype=scale.dtype)
     if not modules:
-        problems.append(
-            CompressorError("no tensor ends in .weight_packed", hint="use the unquantized model")
-        )
+        problems.append(CompressorError("no tensor ends in .weight_packed", hint="use the unquantized model"))
     _raise_all(source, problems)
     return specs
 
@@ -177,9 +171,7 @@ def _checked_shapes(source: Checkpoint, specs: Mapping[str, Spec]) -> dict[str, 
     shapes: dict[str, tuple[int, int]] = {}
     problems: list[CompressorError] = []
     for module, spec in specs.items():
-        infos = {
-            name: source.tensors[name] for part in PARTS if (name := f"{module}.{part}") in source.tensors
-        }
+        infos = {name: source.tensors[name] for part in PARTS if (name := f"{module}.{part}") in source.tensors}
         records = {name: source.raw(name) for name in infos if name.endswith(f".{SHAPE}")}
         try:
             shapes[module] = read_shape(module, records)

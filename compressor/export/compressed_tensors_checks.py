@@ -80,9 +80,7 @@ def _asymmetric_warnings(specs: set[Spec]) -> list[str]:
         return []
     if len(specs) > 1:
         return ["asymmetric beside other formats does not load in transformers 5.24; vLLM runs it"]
-    return [
-        "asymmetric formats load in transformers 5.24 only with CompressedTensorsConfig(dequantize=True)"
-    ]
+    return ["asymmetric formats load in transformers 5.24 only with CompressedTensorsConfig(dequantize=True)"]
 
 
 def _fused_warnings(specs: Mapping[str, Spec], family: Family) -> list[str]:

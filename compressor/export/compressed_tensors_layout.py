@@ -67,9 +67,7 @@ def encode(module: str, tensor: QTensor) -> dict[str, RawTensor]:
     if tensor.zeros is not None:
         single = spec.strategy == "tensor"
         zeros = np.ascontiguousarray(tensor.zeros)
-        data[ZERO] = (
-            zeros.view(np.uint8).reshape(-1) if single else _pack(zeros.T, spec.bits, transpose=True)
-        )
+        data[ZERO] = zeros.view(np.uint8).reshape(-1) if single else _pack(zeros.T, spec.bits, transpose=True)
     return {
         f"{module}.{part}": RawTensor(dtype, shape, data[part])
         for part, (dtype, shape) in layout(spec, *tensor.shape).items()
@@ -114,13 +112,9 @@ def read_shape(module: str, tensors: Mapping[str, RawTensor]) -> tuple[int, int]
     name = f"{module}.{SHAPE}"
     raw = tensors.get(name)
     if raw is None:
-        raise CompressorError(
-            f"{name}: missing", expected=f"an I64 [2] beside {module}.{PACKED}", hint=_DAMAGED
-        )
+        raise CompressorError(f"{name}: missing", expected=f"an I64 [2] beside {module}.{PACKED}", hint=_DAMAGED)
     if raw.dtype not in ("I64", "I32") or raw.shape != (2,):
-        raise CompressorError(
-            f"{name}: not a shape", got=f"{raw.dtype} {list(raw.shape)}", expected="I64 [2]"
-        )
+        raise CompressorError(f"{name}: not a shape", got=f"{raw.dtype} {list(raw.shape)}", expected="I64 [2]")
     out_features, in_features = (int(n) for n in raw.data.view("<i8" if raw.dtype == "I64" else "<i4"))
     if out_features < 1 or in_features < 1:
         raise CompressorError(

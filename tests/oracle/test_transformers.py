@@ -56,17 +56,10 @@ def write(source: Path, out: Path, rounded: Mapping[str, QTensor | None], tied: 
     raws: dict[str, RawTensor] = {}
     for name in checkpoint.tensors:
         tensor = rounded.get(name.removesuffix(".weight"))
-        raws |= (
-            {name: checkpoint.raw(name)}
-            if tensor is None
-            else ct.encode(name.removesuffix(".weight"), tensor)
-        )
+        raws |= {name: checkpoint.raw(name)} if tensor is None else ct.encode(name.removesuffix(".weight"), tensor)
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     save_file(
-        {
-            n: torch.from_numpy(r.data.copy()).view(TORCH_DTYPES[r.dtype]).reshape(r.shape)
-            for n, r in raws.items()
-        },
+        {n: torch.from_numpy(r.data.copy()).view(TORCH_DTYPES[r.dtype]).reshape(r.shape) for n, r in raws.items()},
         out / "model.safetensors",
         {"format": "pt"},
     )
@@ -94,9 +87,7 @@ def logits(
         return model(tokens).logits
 
 
-def check(
-    source: Path, out: Path, choose: Choose, tied: bool = False, product: str = "F32", **options
-) -> None:
+def check(source: Path, out: Path, choose: Choose, tied: bool = False, product: str = "F32", **options) -> None:
     rounded = round_linears(SafetensorsCheckpoint(source), choose)
     write(source, out, rounded, tied)
     ours, theirs = logits(source, rounded, product), logits(out, **options)

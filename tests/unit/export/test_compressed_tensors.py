@@ -170,9 +170,7 @@ def write_artifact(folder: Path, specs, extra=(), shards=1, tied=False) -> dict[
     from safetensors.torch import save_file
 
     quantized = {m: random_tensor(s, 32, 64, seed) for seed, (m, s) in enumerate(specs.items()) if s}
-    raws = {
-        "model.embed_tokens.weight": RawTensor("F32", (8, 3), np.arange(24, dtype="<f4").view(np.uint8))
-    }
+    raws = {"model.embed_tokens.weight": RawTensor("F32", (8, 3), np.arange(24, dtype="<f4").view(np.uint8))}
     for module, tensor in quantized.items():
         raws |= ct.encode(module, tensor)
     for module, spec in specs.items():
@@ -181,9 +179,7 @@ def write_artifact(folder: Path, specs, extra=(), shards=1, tied=False) -> dict[
     raws |= dict(extra)
     folder.mkdir()
     files = (
-        ["model.safetensors"]
-        if shards == 1
-        else [f"model-{i + 1}-of-{shards}.safetensors" for i in range(shards)]
+        ["model.safetensors"] if shards == 1 else [f"model-{i + 1}-of-{shards}.safetensors" for i in range(shards)]
     )
     placed = {name: files[i % shards] for i, name in enumerate(raws)}
     for file in files:

@@ -239,9 +239,7 @@ def test_engine_warnings():
         return [planned(f"model.layers.{layer}.{names[n]}.weight", s) for n, s in formats.items()]
 
     assert ct.engine_warnings(block(0, q=INT4, k=INT4, v=INT4), FAMILY) == []
-    fused = ct.engine_warnings(
-        [*block(0, q=INT4, k=INT4, v=INT4), *block(3, q=INT4, k=INT4, v=INT8)], FAMILY
-    )
+    fused = ct.engine_warnings([*block(0, q=INT4, k=INT4, v=INT4), *block(3, q=INT4, k=INT4, v=INT8)], FAMILY)
     assert len(fused) == 1
     assert fused[0].endswith("but differ in block 3")
     left_float = ct.engine_warnings(block(2, q=INT4, k=INT4, v=None), FAMILY)
