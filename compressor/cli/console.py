@@ -20,7 +20,7 @@ def out() -> Any:
     """A rich Console on stdout."""
     from rich.console import Console
 
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 180, highlight=False)
 
 
 def err() -> Any:

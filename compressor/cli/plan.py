@@ -94,7 +94,7 @@ def _table(plan: Plan, tensors: bool) -> Any:
     for column in ("tensors", "role", "format", "passes", "rule"):
         table.add_column(column, overflow="fold")
     for column in ("weights", "bytes", "bits/weight"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for label, group in _rows(plan, tensors):
         first, nbytes = group[0], sum(t.nbytes for t in group)
         elements = sum(t.elements for t in group)

@@ -19,9 +19,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: int) -> Any:
         """Compose one node, refusing aliases."""
         if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, "anchors and aliases are not allowed", mark)
-        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
 
 
 def load_yaml(path: Path) -> tuple[Any, dict[Loc, int]]:

@@ -1,0 +1,98 @@
+"""Perplexity and divergence from per-token scores, with their standard errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per scored token, float64 [n]: negative log-likelihoods, and against the reference if there is one.
+
+    Attributes:
+        nll: Of the target, in nats.
+        reference_nll: Of the reference.
+        kld: KL(reference || target), in nats.
+        same_top: 1.0 where both put the same token first.
+    """
+
+    nll: Floats
+    reference_nll: Floats | None = None
+    kld: Floats | None = None
+    same_top: Floats | None = None
+
+
+def score_logits(logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> TokenScores:
+    """Float32 logits [n, vocab] of both models and target ids int64 [n] -> scores per token.
+
+    Log-probabilities in float32, sums in float64.
+    """
+    target = torch.log_softmax(logits, -1)
+    nll = _gather(target, targets)
+    if reference is None:
+        return TokenScores(nll)
+    base = torch.log_softmax(reference, -1)
+    same = (base.argmax(-1) == target.argmax(-1)).double().numpy()
+    reference_nll = _gather(base, targets)
+    kld = (base.exp() * base.sub(target)).sum(-1, dtype=torch.float64).numpy()
+    return TokenScores(nll, reference_nll, np.maximum(kld, 0.0), same)
+
+
+def _gather(log_probabilities: torch.Tensor, targets: torch.Tensor) -> Floats:
+    found: Floats = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1).double().numpy()
+    return found
+
+
+def join(parts: list[TokenScores]) -> TokenScores:
+    """Scores of all windows in one."""
+
+    def joined(name: str) -> Floats | None:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else np.concatenate(values)
+
+    nll = joined("nll")
+    assert nll is not None
+    return TokenScores(nll, joined("reference_nll"), joined("kld"), joined("same_top"))
+
+
+def summarize(scores: TokenScores) -> dict[str, Any]:
+    """Figures with errors.
+
+    ``perplexity_error`` as llama-perplexity: PPL * sqrt((E[v^2] - E[v]^2) / (n - 1)). ``ln_ppl_ratio`` is
+    the paired difference of mean nll to the reference. Errors treat tokens as independent.
+    """
+    perplexity, error = _perplexity(scores.nll)
+    found: dict[str, Any] = {"perplexity": perplexity, "perplexity_error": error}
+    if scores.kld is None or scores.reference_nll is None or scores.same_top is None:
+        return found
+    found["reference_perplexity"], found["reference_perplexity_error"] = _perplexity(scores.reference_nll)
+    difference = scores.nll - scores.reference_nll
+    found["ln_ppl_ratio"], found["ln_ppl_ratio_error"] = float(difference.mean()), _error(difference)
+    found["kld"] = {
+        "mean": float(scores.kld.mean()),
+        "mean_error": _error(scores.kld),
+        "median": float(np.median(scores.kld)),
+        "p99": float(np.quantile(scores.kld, 0.99)),
+        "p999": float(np.quantile(scores.kld, 0.999)),
+        "max": float(scores.kld.max()),
+    }
+    found["top1"], found["top1_error"] = float(scores.same_top.mean()), _error(scores.same_top)
+    return found
+
+
+def _perplexity(nll: Floats) -> tuple[float, float]:
+    with np.errstate(over="ignore"):
+        perplexity = float(np.exp(nll.mean()))
+    return perplexity, perplexity * _error(nll)
+
+
+def _error(values: Floats) -> float:
+    """Standard error of the mean."""
+    return float(np.sqrt(values.var() / max(1, len(values) - 1)))
