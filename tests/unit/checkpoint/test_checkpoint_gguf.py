@@ -221,9 +221,7 @@ def test_missing_tensors_and_bad_scales_are_told(tmp_path, tiny_llama):
     content = bytearray((tmp_path / "m.gguf").read_bytes())
     content[place.start + 68 : place.start + 70] = b"\x00\x7c"  # the scale of row 1's first block: infinity
     (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(
-        CompressorError, match=r"k_proj.weight: \d+ values are NaN or infinite \(first at row 8"
-    ):
+    with pytest.raises(CompressorError, match=r"k_proj.weight: \d+ values are NaN or infinite \(first at row 8"):
         GgufCheckpoint(tmp_path / "m.gguf").read("model.layers.1.self_attn.k_proj.weight")
 
 

@@ -14,9 +14,7 @@ from compressor.errors import CompressorError
 
 
 def header(**entries):
-    return {
-        name: dict(zip(("dtype", "shape", "data_offsets"), e, strict=True)) for name, e in entries.items()
-    }
+    return {name: dict(zip(("dtype", "shape", "data_offsets"), e, strict=True)) for name, e in entries.items()}
 
 
 def safetensors_bytes(entries, data=b"", length=None):
@@ -230,9 +228,7 @@ def test_good_gguf_is_read_as_the_reference_reader_reads_it(tmp_path, tiny_llama
         assert (ours.start, ours.nbytes) == (tensor.data_offset, tensor.n_bytes)
     assert len(found.fields) == 20
     for name, value in found.fields.items():
-        assert (value.tolist() if isinstance(value, np.ndarray) else value) == reference.fields[
-            name
-        ].contents()
+        assert (value.tolist() if isinstance(value, np.ndarray) else value) == reference.fields[name].contents()
 
 
 SCALARS = [(0, "B", 200), (1, "b", -3), (2, "H", 65535), (3, "h", -300), (4, "I", 2**32 - 1), (5, "i", -5)]
