@@ -78,7 +78,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """sha256 (hex) over names, shapes, dtypes and content samples of every tensor.
+        """sha256 (hex) over config, names, shapes, dtypes and content samples of every tensor.
 
         Tensors up to 1 MiB are hashed whole, larger ones by the first 4 KiB of every MiB.
         """
