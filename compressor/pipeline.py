@@ -204,6 +204,8 @@ def export_artifact(
 
 def _new_report(ready: Prepared, tokens: TokenSet) -> Report:
     """A report holding everything known before the first block."""
+    from compressor.export.compressed_tensors import engine_warnings
+
     report = Report(strict=ready.job.strict)
     report.facts = {
         "version": __version__,
@@ -220,7 +222,8 @@ def _new_report(ready: Prepared, tokens: TokenSet) -> Report:
         "bytes": {"source": ready.plan.source_nbytes, "artifact": ready.plan.nbytes},
         "bits_per_weight": round(ready.plan.bits_per_weight, 4),
     }
-    for line in (*ready.checkpoint.notes, *ready.plan.notes, *tokens.notes):
+    warnings = engine_warnings(ready.plan.tensors, ready.family)
+    for line in (*ready.checkpoint.notes, *ready.plan.notes, *tokens.notes, *warnings):
         report.note(line)
     return report
 

@@ -78,7 +78,7 @@ def _dry_run(job: Job, json_output: bool) -> None:
     show_plan(ready.plan, json_output=json_output)
 
 
-def run_job(job: Job, json_output: bool) -> dict[str, Any]:
+def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
     """Run a job and its exports with progress, print the summary, return it."""
     from compressor.pipeline import export_artifact
     from compressor.pipeline import quantize as run
@@ -95,7 +95,7 @@ def run_job(job: Job, json_output: bool) -> dict[str, Any]:
     summary = _summary(job, ready, report, exported, time.monotonic() - started)
     if json_output:
         print_json(summary)
-    else:
+    elif not quiet:
         _print_summary(summary, report)
     return summary
 

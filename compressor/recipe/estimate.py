@@ -36,12 +36,13 @@ def artifact_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
     """Bytes of a rounded matrix in the artifact (compressed-tensors pack-quantized).
 
     weight_packed int32 [out, words(in)], weight_scale, weight_zero_point int32 [words(out), groups]
-    for asymmetric formats, weight_shape int64 [2].
+    for asymmetric formats (int8 [1] for one scale per tensor), weight_shape int64 [2].
     """
     rows, groups = spec.scales_shape(out_features, in_features)
     packed = 4 * out_features * words(in_features, spec.bits)
     scales = FLOAT_BYTES[spec.scale_dtype] * rows * groups
-    zeros = 0 if spec.symmetric else 4 * words(rows, spec.bits) * groups
+    packed_zeros = 4 * words(rows, spec.bits) * groups
+    zeros = 0 if spec.symmetric else 1 if spec.strategy == "tensor" else packed_zeros
     return packed + scales + zeros + SHAPE_RECORD_BYTES
 
 

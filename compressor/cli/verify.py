@@ -1,0 +1,65 @@
+"""``compress verify``: is this model whole, and true to its source?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compressor.cli.console import out, print_json, progress_bar, say
+from compressor.errors import GateFailed
+
+if TYPE_CHECKING:
+    from compressor.eval.tensors import Verification
+
+
+def verify(
+    path: Annotated[str, typer.Argument(help="Artifact, HF directory or .gguf file.")],
+    against: Annotated[str | None, typer.Option(help="The original model: compare every tensor.")] = None,
+    worst: Annotated[int, typer.Option(min=0, help="Show the N tensors furthest from the source.")] = 10,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Scan every file, re-read every code and scale, compare with the source; exit 1 if damaged.
+
+    An artifact's files are also held against the checksums its manifest recorded.
+
+    Examples:
+
+    \b
+      compress verify out/int4
+      compress verify out/int4 --against demo --worst 5
+      compress verify model.gguf --against ./original --json
+    """
+    from compressor.eval.checksums import check_files
+    from compressor.eval.tensors import verify_model
+    from compressor.models import open_model
+
+    broken = check_files(Path(path))
+    if broken:
+        raise GateFailed(f"{path}: damaged", got="; ".join(broken), hint="make it again, or fetch it again")
+    with progress_bar() as progress:
+        found = verify_model(open_model(path), open_model(against) if against else None, progress)
+    if json_output:
+        print_json(found.to_json())
+    else:
+        _print(path, found, worst)
+    if found.problems:
+        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        raise GateFailed(f"{path}: verification failed: {found.problems[0]}{more}")
+
+
+def _print(path: str, found: Verification, worst: int) -> None:
+    for problem in found.problems:
+        say(f"problem: {problem}")
+    compared = [check for check in found.checks if check.relative_error is not None]
+    compared.sort(key=lambda check: -(check.relative_error or 0.0))
+    if compared and worst:
+        from rich.table import Table
+
+        table = Table("tensor", "format", "relative error", box=None, pad_edge=False)
+        for check in compared[:worst]:
+            table.add_row(check.name, check.format, f"{check.relative_error:.5f}")
+        out().print(table)
+    verdict = "damaged" if found.problems else "whole"
+    print(f"{path}: {len(found.checks)} tensors re-read, {len(compared)} compared with the source: {verdict}")
