@@ -16,7 +16,7 @@ from compressor import __version__
 from compressor.arch import find_family
 from compressor.arch.base import Family
 from compressor.checkpoint.base import Checkpoint
-from compressor.checkpoint.reader import check_against_family, open_config
+from compressor.checkpoint.reader import check_against_family, expected_tensors, open_config
 from compressor.checkpoint.writer import RunDirectory, check_free_space
 from compressor.core.plan import Plan, PlannedTensor
 from compressor.core.report import Progress, Report, no_progress
@@ -104,11 +104,18 @@ def plan_model(
     return make_plan(
         label=label,
         config=config,
-        family=find_family(config, label),
+        family=_checked_family(config, label),
         tensors=None,
         recipe=load_recipe(recipe, substitutions),
         run=RunShape(samples, sequence_length),
     )
+
+
+def _checked_family(config: Mapping[str, Any], label: str) -> Family:
+    """The family of a bare config, its sizes present and sane."""
+    family = find_family(config, label)
+    expected_tensors(config, family, label)
+    return family
 
 
 def check_runnable(ready: Prepared) -> None:
@@ -303,8 +310,8 @@ def _round_block(ready: Prepared, run: RunDirectory, walk: Walk, layer: int, str
         local = tensor.module.removeprefix(ready.family.block(layer) + ".")
         encoded, rounded, facts[tensor.name] = _round(ready, tensor, stats.get(local))
         tensors.update(encoded)
-        weight = block.get_submodule(local).weight
-        weight.copy_(torch.from_numpy(rounded))  # type: ignore[operator]
+        with torch.no_grad():
+            block.get_submodule(local).weight.copy_(torch.from_numpy(rounded))  # type: ignore[operator]
     walk.forward(block, layer, streams)
     walk.release(block)
     run.write_shard(shard_name(layer, ready.plan.layers), tensors, facts)

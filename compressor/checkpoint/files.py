@@ -117,3 +117,9 @@ def sample_hash(config: Mapping[str, Any], tensors: Iterable[tuple[str, Path, in
                 file.seek(start + offset)
                 digest.update(file.read(min(width, nbytes - offset)))
     return digest.hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Sha256 (hex) of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -168,9 +168,7 @@ def _check_readable(kind: str, path: Path) -> None:
         ) from error
 
 
-def _sources(
-    header: GgufHeader, family: Family, config: Mapping[str, Any], path: Path
-) -> dict[str, _Source]:
+def _sources(header: GgufHeader, family: Family, config: Mapping[str, Any], path: Path) -> dict[str, _Source]:
     """Every tensor by its Hugging Face name, in walk order; a tensor without one is refused."""
     dims = family.dims(config)
     names = {f"{family.embedding}.weight": ("token_embd.weight", 0)}
@@ -196,9 +194,7 @@ def _sources(
         if tensor := header.tensors.get(gguf_name):
             if heads and tensor.shape[0] % (2 * heads):
                 expected = f"a multiple of {2 * heads}"
-                raise CompressorError(
-                    f"{path}: rows of {gguf_name}", got=tensor.shape[0], expected=expected
-                )
+                raise CompressorError(f"{path}: rows of {gguf_name}", got=tensor.shape[0], expected=expected)
             found[hf_name] = _Source(tensor, heads)
     return found
 
@@ -208,9 +204,7 @@ def _quantized_notes(header: GgufHeader, dtype: str) -> list[str]:
     counts = Counter(t.type_name for t in header.tensors.values() if t.type_name not in FLOAT_BYTES)
     if not counts:
         return []
-    kinds = ", ".join(
-        f"{kind} ({count} tensor{'s' if count > 1 else ''})" for kind, count in counts.most_common()
-    )
+    kinds = ", ".join(f"{kind} ({count} tensor{'s' if count > 1 else ''})" for kind, count in counts.most_common())
     return [
         f"weights dequantized from {kinds} to {dtype}: requantizing a quantized model loses quality; "
         "prefer the original checkpoint"

@@ -175,9 +175,7 @@ def _rope(keys: _Keys, header: GgufHeader, head_dim: int) -> dict[str, Any]:
     if kind == "yarn" or factor != 1.0:
         parameters |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        parameters["original_max_position_embeddings"] = keys.integer(
-            "rope.scaling.original_context_length"
-        )
+        parameters["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
     if ROPE_FREQS in header.tensors:
         parameters |= _llama3(keys, header, theta, head_dim)
     return {"rope_theta": theta, "rope_parameters": parameters}

@@ -68,9 +68,7 @@ class TokenizerFields:
             CompressorError: lists of different lengths, duplicate tokens, ids out of range.
         """
         fields = {k.removeprefix("tokenizer.ggml."): v for k, v in header.fields.items()}
-        model, pre, template = (
-            _text(fields.get(key)) for key in ("model", "pre", "tokenizer.chat_template")
-        )
+        model, pre, template = (_text(fields.get(key)) for key in ("model", "pre", "tokenizer.chat_template"))
         found = cls(
             model=model or "",
             pre=pre,
@@ -92,9 +90,7 @@ class TokenizerFields:
         for name, values in (("token_type", self.types), ("scores", self.scores)):
             if values and len(values) != count:
                 got, expected = len(values), f"{count}, one per token"
-                raise CompressorError(
-                    f"{path}: length of tokenizer.ggml.{name}", got=got, expected=expected
-                )
+                raise CompressorError(f"{path}: length of tokenizer.ggml.{name}", got=got, expected=expected)
         if len(set(self.tokens)) != count:
             raise CompressorError(f"{path}: tokenizer.ggml.tokens has duplicates", expected="unique tokens")
         for role, token in self.special.items():
@@ -238,9 +234,7 @@ def _add_special(tokenizer: Tokenizer, fields: TokenizerFields) -> None:
         elif kind == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
     around = {"bos": fields.add_bos, "eos": fields.add_eos}
-    added = {
-        role: fields.special[role] for role, wanted in around.items() if wanted and role in fields.special
-    }
+    added = {role: fields.special[role] for role, wanted in around.items() if wanted and role in fields.special}
     if not added:
         return
     names = {role: fields.tokens[token] for role, token in added.items()}

@@ -107,9 +107,7 @@ def _check_spans(path: Path, tensors: Iterable[HeaderTensor], base: int, size: i
     for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
         if tensor.start != position:
             what = "overlaps another tensor" if tensor.start < position else "leaves a hole before it"
-            raise bad_file(
-                path, f"tensor {tensor.name[:200]!r} {what}", tensor.start - base, position - base
-            )
+            raise bad_file(path, f"tensor {tensor.name[:200]!r} {what}", tensor.start - base, position - base)
         position = tensor.end
     if position > size:
         raise bad_file(path, "truncated safetensors file", f"{size} bytes", f"{position} bytes")

@@ -136,9 +136,7 @@ def expected_tensors(config: Config, family: Family, label: str) -> dict[str, Te
         raise CompressorError(f"{label}: config.json has impossible sizes", got=bad, expected="sizes > 0")
     if dims["heads"] % dims["kv_heads"]:
         got = f"{dims['heads']} over {dims['kv_heads']}"
-        raise CompressorError(
-            f"{label}: num_attention_heads is no multiple of num_key_value_heads", got=got
-        )
+        raise CompressorError(f"{label}: num_attention_heads is no multiple of num_key_value_heads", got=got)
     return family.tensors(config)
 
 
@@ -177,11 +175,7 @@ def _problem(checkpoint: Checkpoint, name: str, expected: TensorShape) -> Compre
     if found is None:
         return CompressorError(f"{name} is missing", expected=f"shape {list(expected.shape)}")
     if tuple(found.shape) != expected.shape:
-        return CompressorError(
-            f"{name} has the wrong shape", got=list(found.shape), expected=list(expected.shape)
-        )
+        return CompressorError(f"{name} has the wrong shape", got=list(found.shape), expected=list(expected.shape))
     if found.dtype not in FLOAT_BYTES:
-        return CompressorError(
-            f"{name} is no float tensor", got=found.dtype, expected=", ".join(FLOAT_BYTES)
-        )
+        return CompressorError(f"{name} is no float tensor", got=found.dtype, expected=", ".join(FLOAT_BYTES))
     return None

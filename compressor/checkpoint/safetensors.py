@@ -118,16 +118,12 @@ def _scan_folder(folder: Path) -> dict[str, tuple[str, HeaderTensor]]:
     for file in sorted(set(weight_map.values())):
         for name, tensor in scan_safetensors(folder / file).items():
             if name in found:
-                problems.append(
-                    CompressorError(f"{name} is in two shards", got=f"{found[name][0]}, {file}")
-                )
+                problems.append(CompressorError(f"{name} is in two shards", got=f"{found[name][0]}, {file}"))
             found[name] = (file, tensor)
     for name, file in weight_map.items():
         if name not in found or found[name][0] != file:
             got = f"found in {found[name][0]}" if name in found else None
-            problems.append(
-                CompressorError(f"{name} is not in {file}", got=got, expected=f"as {INDEX} says")
-            )
+            problems.append(CompressorError(f"{name} is not in {file}", got=got, expected=f"as {INDEX} says"))
     if problems:
         raise Problems(f"{folder}: shards and {INDEX} disagree", problems[:20])
     return found
@@ -144,9 +140,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         parts = PurePosixPath(file)
         if parts.is_absolute() or ".." in parts.parts or "\\" in file or parts.suffix != ".safetensors":
             problems.append(
-                CompressorError(
-                    f"shard path {file[:200]!r} is not allowed", expected="a name in the directory"
-                )
+                CompressorError(f"shard path {file[:200]!r} is not allowed", expected="a name in the directory")
             )
         elif not (folder / file).is_file():
             problems.append(CompressorError(f"shard {file} is missing"))

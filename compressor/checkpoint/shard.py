@@ -113,9 +113,6 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
 def read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
     """The arrays of ``write_arrays``, fresh and writable."""
     return {
-        name: mapped(path, tensor.start, tensor.nbytes)
-        .view(_NUMPY[tensor.dtype])
-        .reshape(tensor.shape)
-        .copy()
+        name: mapped(path, tensor.start, tensor.nbytes).view(_NUMPY[tensor.dtype]).reshape(tensor.shape).copy()
         for name, tensor in scan_safetensors(path).items()
     }

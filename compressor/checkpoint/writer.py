@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor.checkpoint.files import parse_json
+from compressor.checkpoint.files import file_sha256, parse_json
 from compressor.checkpoint.integrity import scan_safetensors
 from compressor.checkpoint.lock import FolderLock
 from compressor.checkpoint.safetensors import CONFIG, INDEX, MANIFEST, REPORT
@@ -185,9 +185,7 @@ class RunDirectory:
             shutil.rmtree(self.partial, ignore_errors=True)
         self._lock.release()
 
-    def write_shard(
-        self, file_name: str, tensors: Mapping[str, RawTensor], facts: Mapping[str, Any]
-    ) -> None:
+    def write_shard(self, file_name: str, tensors: Mapping[str, RawTensor], facts: Mapping[str, Any]) -> None:
         """Write a finished block's tensors, atomically; its facts are safe before the shard appears.
 
         Raises:
@@ -253,7 +251,7 @@ class RunDirectory:
         Args:
             config: config.json.
             side_files: Other files by relative name: copied, or written where bytes are given.
-            manifest: What ``compress_manifest.json`` says besides the run's key.
+            manifest: What ``compress_manifest.json`` says besides the run's key and every file's sha256.
             report: report.json.
 
         Raises:
@@ -264,8 +262,16 @@ class RunDirectory:
         self._write_json(self.partial / CONFIG, config)
         self._write_json(self.partial / REPORT, report)
         self._write_json(self.partial / INDEX, self._index())
-        self._write_json(self.partial / MANIFEST, {**manifest, "key": self.key})
+        sums = {"sha256": self._checksums()}
+        self._write_json(self.partial / MANIFEST, {**manifest, "key": self.key, **sums})
         self._publish()
+
+    def _checksums(self) -> dict[str, str]:
+        """sha256 of every file of the artifact, by relative name."""
+        files = (p for p in sorted(self.partial.rglob("*")) if p.is_file() and not p.is_symlink())
+        relative = {path.relative_to(self.partial).as_posix(): path for path in files}
+        kept = {name: path for name, path in relative.items() if not name.startswith((RUN, f"{STATE}/"))}
+        return {name: file_sha256(path) for name, path in kept.items() if name != MANIFEST}
 
     def _index(self) -> dict[str, Any]:
         """model.safetensors.index.json, from the shards' own headers."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
+from compressor.checkpoint.files import file_sha256
 from compressor.errors import CompressorError
 
 MANIFEST = "compress_manifest.json"
@@ -35,9 +35,3 @@ def check_files(path: Path) -> list[str]:
         elif file_sha256(file) != digest:
             problems.append(f"{name}: its content changed since it was written")
     return problems
-
-
-def file_sha256(path: Path) -> str:
-    """Sha256 (hex) of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -77,6 +77,11 @@ class ArtifactCheckpoint(Checkpoint):
         self.specs = _stored_specs(source, self.quantization_config)
         self.tensors = dict(self._present(_checked_shapes(source, self.specs)))
 
+    @property
+    def pretokenizer(self) -> str | None:
+        """GGUF's name of the tokenizer's splitting, where the source recorded it."""
+        return getattr(self.source, "pretokenizer", None)
+
     def _present(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, TensorInfo]]:
         for name, info in self.source.tensors.items():
             module, _, part = name.rpartition(".")

@@ -12,9 +12,9 @@ FLOORS = [
     {"kernels"},
     {"core"},
     {"arch"},
-    {"checkpoint", "calibration", "recipe"},
+    {"checkpoint", "calibration"},
     {"passes", "export"},
-    {"eval", "models"},
+    {"recipe", "eval", "models"},
     {"pipeline"},
     {"cli"},
 ]

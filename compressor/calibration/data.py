@@ -1,0 +1,234 @@
+"""Text to windows of calibration tokens: bundled sets, mixes of them, or a local file.
+
+Documents are tokenized, shuffled by seed, joined, and cut into windows of exactly the sequence length:
+there is no padding that could enter statistics.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor.errors import CompressorError
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+    from compressor.checkpoint.base import Checkpoint
+
+HELD_OUT = "held_out"
+"""The bundled evaluation set: never part of calibration."""
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Calibration tokens.
+
+    Attributes:
+        batches: int64 [b, L] each, L the sequence length (shorter only when the text is).
+        tokens: How many tokens in all.
+        sha256: Over the tokens and the parameters that made them.
+        description: For the report.
+        notes: What the user should know (less text than asked for).
+    """
+
+    batches: list[torch.Tensor]
+    tokens: int
+    sha256: str
+    description: str
+    notes: list[str] = field(default_factory=list)
+
+
+def bundled_folder() -> Path:
+    """Where the bundled sets are: the checkout, or an installation's share folder."""
+    checkout = Path(__file__).parents[2] / "calibration_data"
+    installed = Path(sys.prefix) / "share" / "compressor" / "calibration_data"
+    return checkout if checkout.is_dir() else installed
+
+
+def bundled_names() -> list[str]:
+    """Names of the bundled calibration sets (the evaluation set is not among them)."""
+    return sorted(path.stem for path in bundled_folder().glob("*.txt") if path.stem != HELD_OUT)
+
+
+def bundled_text(name: str) -> str:
+    """A bundled set's text.
+
+    Raises:
+        CompressorError: no such set.
+    """
+    path = bundled_folder() / f"{name}.txt"
+    if not path.is_file():
+        raise CompressorError(f"{name}: no such bundled text", expected=", ".join([*bundled_names(), HELD_OUT]))
+    return path.read_bytes().decode("utf-8")
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The model's tokenizer.json as a fast tokenizer, without truncation or padding.
+
+    Raises:
+        CompressorError: there is none, or it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    source = checkpoint.side_files().get("tokenizer.json")
+    if source is None:
+        raise CompressorError(
+            f"{checkpoint.label}: has no tokenizer.json",
+            hint="save the fast tokenizer beside the weights (tokenizer.save_pretrained)",
+        )
+    text = source if isinstance(source, bytes) else source.read_bytes()
+    try:
+        tokenizer = Tokenizer.from_str(text.decode("utf-8"))
+    except Exception as error:
+        raise CompressorError(f"{checkpoint.label}: tokenizer.json cannot be read", got=str(error)[:200]) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def load_tokens(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    batch_tokens: int = 2048,
+) -> TokenSet:
+    """Tokens of ``source``: ``default``, a bundled name, a mix ``prose:40,code:20``, or a .txt/.jsonl file.
+
+    Raises:
+        CompressorError: no such source, unreadable, or no text in it.
+    """
+    import torch
+
+    windows: list[list[int]] = []
+    notes: list[str] = []
+    for documents, wanted, label in _shares(source, samples):
+        found = _windows(documents, tokenizer, sequence_length, seed, label)
+        if len(found) < wanted:
+            notes.append(
+                f"calibration {label}: {len(found)} windows of {len(found[0])} tokens, {wanted} were asked for"
+            )
+        windows += found[:wanted]
+    per_batch = max(1, batch_tokens // sequence_length)
+    batches = [torch.tensor(w) for w in _equal_lengths(windows, per_batch)]
+    digest = hashlib.sha256(json.dumps([sequence_length, seed, windows]).encode()).hexdigest()
+    count = sum(map(len, windows))
+    return TokenSet(batches, count, digest, f"{source}: {len(windows)} windows, {count} tokens", notes)
+
+
+def _shares(source: str, samples: int) -> list[tuple[list[str], int, str]]:
+    """(documents, windows wanted, label) for each part of a source."""
+    if ":" in source and not Path(source).exists():
+        return _mix(source, samples)
+    if source == "default":
+        documents = [doc for name in bundled_names() for doc in _documents(bundled_text(name))]
+        return [(documents, samples, source)]
+    if source in bundled_names():
+        return [(_documents(bundled_text(source)), samples, source)]
+    path = Path(source)
+    if not path.is_file():
+        names = ["default", *bundled_names()]
+        close = difflib.get_close_matches(source, names, n=1)
+        raise CompressorError(
+            f"--calibration {source}: no such text",
+            expected=f"a .txt or .jsonl file, or one of {', '.join(names)}",
+            hint=f"did you mean {close[0]!r}?" if close else None,
+        )
+    documents = _json_lines(path) if path.suffix == ".jsonl" else _documents(_text(path))
+    return [(documents, samples, source)]
+
+
+def _mix(source: str, samples: int) -> list[tuple[list[str], int, str]]:
+    """``prose:40,code:20`` -> each set with its share of the windows."""
+    parts = []
+    for item in source.split(","):
+        name, _, weight = item.strip().partition(":")
+        if not weight.isdigit() or int(weight) == 0:
+            raise CompressorError(f"--calibration {source}", got=repr(item), expected="NAME:WEIGHT, e.g. prose:40")
+        parts.append((name, int(weight)))
+    total, given, shares = sum(weight for _, weight in parts), 0, []
+    for index, (name, _) in enumerate(parts):
+        upto = sum(w for _, w in parts[: index + 1]) * samples // total
+        ((documents, _, label),) = _shares(name, samples)
+        shares.append((documents, max(1, upto - given), label))
+        given = upto
+    return shares
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise CompressorError(f"--calibration {path}: cannot be read", got=error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise CompressorError(f"--calibration {path}: not UTF-8", got=f"byte {error.start}") from error
+
+
+def _documents(text: str) -> list[str]:
+    """Text split where lines are blank, joined again to pieces of about 1,000 characters."""
+    pieces: list[str] = []
+    for part in text.split("\n\n"):
+        if pieces and len(pieces[-1]) < 1000:
+            pieces[-1] += "\n\n" + part
+        else:
+            pieces.append(part)
+    return [piece for piece in pieces if piece.strip()]
+
+
+def _json_lines(path: Path) -> list[str]:
+    """One document per line: its ``text``, or its ``messages`` joined."""
+    documents = []
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            documents.append(_document(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CompressorError(
+                f"--calibration {path}:{number}: not a document",
+                got=line[:60],
+                expected='{"text": "..."} or {"messages": [{"role": ..., "content": ...}]}',
+            ) from error
+    return [document for document in documents if document.strip()]
+
+
+def _document(record: Any) -> str:
+    if "text" in record:
+        return str(record["text"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in record["messages"])
+
+
+def _windows(documents: list[str], tokenizer: Tokenizer, length: int, seed: int, label: str) -> list[list[int]]:
+    """Windows of exactly ``length`` tokens; one shorter window when the text does not fill one."""
+    shuffled = list(documents)
+    random.Random(seed).shuffle(shuffled)
+    ids = [token for encoding in tokenizer.encode_batch(shuffled) for token in encoding.ids]
+    if len(ids) < 2:
+        raise CompressorError(
+            f"--calibration {label}: holds no text",
+            got=f"{len(ids)} tokens",
+            expected="at least one window of text",
+        )
+    full = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    return full or [ids]
+
+
+def _equal_lengths(windows: list[list[int]], per_batch: int) -> list[list[list[int]]]:
+    """Batches of windows of one length each, in order."""
+    batches: list[list[list[int]]] = []
+    for window in windows:
+        if batches and len(batches[-1]) < per_batch and len(batches[-1][0]) == len(window):
+            batches[-1].append(window)
+        else:
+            batches.append([window])
+    return batches
