@@ -22,6 +22,7 @@ from compressor.core.plan import Plan, PlannedTensor
 from compressor.core.report import Progress, Report, no_progress
 from compressor.core.tensors import RawTensor
 from compressor.errors import CompressorError, Problems
+from compressor.kernels.floats import FLOAT_BYTES, all_finite
 from compressor.models import open_source
 from compressor.recipe.plan import RunShape, make_plan
 from compressor.recipe.schema import Recipe, load_recipe, unavailable
@@ -265,9 +266,11 @@ def _check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
     Raises:
         CompressorError: naming the tensor.
     """
-    floats = [name for name, info in checkpoint.tensors.items() if info.dtype in ("F32", "F16", "BF16")]
+    floats = [name for name, info in checkpoint.tensors.items() if info.dtype in FLOAT_BYTES]
     for done, name in enumerate(floats, start=1):
-        checkpoint.read(name)
+        raw = checkpoint.raw(name)
+        if not all_finite(raw.data, raw.dtype):
+            checkpoint.read(name)  # raises, naming the place
         progress("checking weights", done, len(floats))
 
 

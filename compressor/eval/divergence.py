@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+
+MAX_NLL = 300.0
+"""A mean nll above this (perplexity 1e130) is a ruined model, and its figures would overflow."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +36,35 @@ class TokenScores:
 def score_logits(logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> TokenScores:
     """Float32 logits [n, vocab] of both models and target ids int64 [n] -> scores per token.
 
-    Log-probabilities in float32, sums in float64.
+    Both logits are overwritten: no second copy of them is made but one buffer for exponentials. Log sums
+    are taken in float64; a divergence that rounds below zero is zero.
     """
-    target = torch.log_softmax(logits, -1)
-    nll = _gather(target, targets)
+    exponentials = torch.empty_like(logits)
+    log_sum = _normalize(logits, exponentials)
+    nll = log_sum - _pick(logits, targets)
     if reference is None:
-        return TokenScores(nll)
-    base = torch.log_softmax(reference, -1)
-    same = (base.argmax(-1) == target.argmax(-1)).double().numpy()
-    reference_nll = _gather(base, targets)
-    kld = (base.exp() * base.sub(target)).sum(-1, dtype=torch.float64).numpy()
-    return TokenScores(nll, reference_nll, np.maximum(kld, 0.0), same)
+        return TokenScores(_numpy(nll))
+    same = reference.argmax(-1) == logits.argmax(-1)
+    base_log_sum = _normalize(reference, exponentials)
+    base_nll = base_log_sum - _pick(reference, targets)
+    mean_gap = exponentials.mul_(reference.sub_(logits)).sum(-1, dtype=torch.float64) / base_log_sum.exp()
+    kld = (mean_gap - base_log_sum + log_sum).clamp_(min=0.0)
+    return TokenScores(_numpy(nll), _numpy(base_nll), _numpy(kld), _numpy(same))
 
 
-def _gather(log_probabilities: torch.Tensor, targets: torch.Tensor) -> Floats:
-    found: Floats = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1).double().numpy()
+def _normalize(logits: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+    """Shift each row to a maximum of 0 in place, fill exponentials; the log of their sum, float64 [n]."""
+    logits.sub_(logits.amax(-1, keepdim=True))
+    torch.exp(logits, out=exponentials)
+    return exponentials.sum(-1, dtype=torch.float64).log_()
+
+
+def _pick(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits.gather(-1, targets[:, None]).squeeze(-1).double()
+
+
+def _numpy(values: torch.Tensor) -> Floats:
+    found: Floats = values.double().cpu().numpy()
     return found
 
 
@@ -88,8 +106,8 @@ def summarize(scores: TokenScores) -> dict[str, Any]:
 
 
 def _perplexity(nll: Floats) -> tuple[float, float]:
-    with np.errstate(over="ignore"):
-        perplexity = float(np.exp(nll.mean()))
+    """Perplexity and its error: the mean's error through exp's derivative."""
+    perplexity = math.exp(nll.mean())
     return perplexity, perplexity * _error(nll)
 
 

@@ -50,13 +50,24 @@ def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], int | None]
 
     One trailing newline is stripped; special tokens in the text are plain text.
     """
+    bos = added_bos(tokenizer)
     tokenizer.no_truncation()
-    text = text.removesuffix("\n")
+    parsed = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True  # the library's name for taking them as plain text
+    try:
+        ids = list(tokenizer.encode(text.removesuffix("\n"), add_special_tokens=False).ids)
+    finally:
+        tokenizer.encode_special_tokens = parsed
+    return (ids, None) if bos is None else ([bos, *ids], bos)
+
+
+def added_bos(tokenizer: Tokenizer) -> int | None:
+    """The token the tokenizer puts before every text, if it does."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a", add_special_tokens=True).ids
-    adds_bos = len(marked) > len(plain) and marked[0] not in plain
-    ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
-    return ([marked[0], *ids], marked[0]) if adds_bos else (ids, None)
+    if marked[:1] == plain[:1] or not marked:
+        return None
+    return int(marked[0])
 
 
 def make_windows(

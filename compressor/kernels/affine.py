@@ -106,10 +106,7 @@ def _choose(weight: Floats, importance: Floats, form: _Format, search: Search) -
     if search == "absmax":
         return first
     tried = [first] + [_spanning(low, high, form, shrink, shift) for shrink, shift in _shrinks(form)]
-    best = _least_error(weight, importance, tried, form)
-    for _ in range(REFITS):
-        best = _refit(weight, importance, best, form)
-    return best
+    return _refit(weight, importance, _least_error(weight, importance, tried, form), form)
 
 
 def _bounds(weight: Floats, form: _Format) -> tuple[Doubles, Doubles]:
@@ -167,18 +164,25 @@ def _least_error(weight: Floats, importance: Floats, tried: list[_Grid], form: _
 
 
 def _refit(weight: Floats, importance: Floats, grid: _Grid, form: _Format) -> _Grid:
-    """Least squares for the scale with the codes held, kept where rounding anew errs less."""
-    error, cross, power = _pooled_moments(weight, importance, grid, form)
-    usable = (power > 0) & (cross > 0)
-    ratio = np.divide(cross, power, out=np.ones_like(cross), where=usable)
-    scales = np.where(usable, _storable(ratio, form), grid.scales)
-    again, _, _ = _pooled_moments(weight, importance, _Grid(scales, grid.zeros), form)
-    return _Grid(np.where(again < error, scales, grid.scales), grid.zeros)
+    """Least squares for the scales with the codes held, kept where rounding anew errs less; repeated."""
+    best = _pooled_moments(weight, importance, grid, form)
+    for _ in range(REFITS):
+        usable = (best[1] > 0) & (best[2] > 0)
+        ratio = np.divide(best[1], best[2], out=np.ones_like(best[1]), where=usable)
+        scales = np.where(usable, _storable(ratio, form), grid.scales)
+        again = _pooled_moments(weight, importance, _Grid(scales, grid.zeros), form)
+        better = again[0] < best[0]
+        if not better.any():
+            break
+        best = np.where(better, again, best)
+        grid = _Grid(np.where(better, scales, grid.scales), grid.zeros)
+    return grid
 
 
-def _pooled_moments(weight: Floats, importance: Floats, grid: _Grid, form: _Format) -> list[Doubles]:
-    parts = moments(weight, importance, grid.scales, grid.zeros, form.low, form.high)
-    return [part.sum(axis=0, keepdims=True) for part in parts] if form.pooled else list(parts)
+def _pooled_moments(weight: Floats, importance: Floats, grid: _Grid, form: _Format) -> Doubles:
+    """Error, cross and power of every scale: float64 [3, rows or 1, groups]."""
+    parts = np.stack(moments(weight, importance, grid.scales, grid.zeros, form.low, form.high))
+    return parts.sum(axis=1, keepdims=True) if form.pooled else parts
 
 
 def round_codes(
@@ -205,9 +209,7 @@ def round_codes_numpy(
     return codes
 
 
-def grid_errors(
-    weight: Floats, importance: Floats, scales: Floats, zeros: Floats, low: int, high: int
-) -> Doubles:
+def grid_errors(weight: Floats, importance: Floats, scales: Floats, zeros: Floats, low: int, high: int) -> Doubles:
     """What rounding would cost on each candidate grid: float64 [out, groups, k].
 
     The sum over a group's columns, left to right in float64, of importance * (w - (code - zero) *

@@ -89,7 +89,7 @@ def run(
     if tuple(stats.hessian.shape) != (weight.shape[1],) * 2:
         raise ValueError(f"Hessian {tuple(stats.hessian.shape)} does not fit a weight {weight.shape}")
     hessian = stats.hessian.to(device)
-    if not bool(torch.isfinite(hessian).all()):
+    if not _finite(hessian):
         return _fallback(_grid(weight, spec, options, None), "its Hessian is not finite")
     living = hessian.diagonal() > 0
     if not bool(living.any()):
@@ -180,7 +180,12 @@ def _inverse_factor(
     inverse = torch.eye(len(order), dtype=dtype, device=hessian.device)
     inverse = torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
     del lower
-    return inverse.flip(0, 1) if bool(torch.isfinite(inverse).all()) else None
+    return inverse.flip(0, 1) if _finite(inverse) else None
+
+
+def _finite(matrix: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, without a mask as large as the matrix."""
+    return bool(torch.isfinite(matrix.sum(dtype=torch.float64)))
 
 
 def _damped(
@@ -280,5 +285,5 @@ def _cost(difference: NDArray[np.float32], hessian: torch.Tensor) -> float:
         strip = moved[:, start : start + _STRIP]
         before = 2 * (moved[:, :start] @ hessian[:start, start : start + _STRIP])
         product = before + strip @ hessian[start : start + _STRIP, start : start + _STRIP]
-        total += float((product * strip).double().sum())
+        total += float((product * strip).sum(dtype=torch.float64))
     return max(0.0, total)
