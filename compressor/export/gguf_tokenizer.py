@@ -294,6 +294,9 @@ def _tokens(tokenizer: Mapping[str, Any], rows: int) -> tuple[list[str], list[in
     by_id = {int(i): str(token) for token, i in tokenizer["model"].get("vocab", {}).items()}
     types = dict.fromkeys(by_id, NORMAL)
     for added in tokenizer.get("added_tokens", []):
+        if by_id.get(added["id"], added["content"]) != added["content"]:
+            both = f"{by_id[added['id']]!r} and {added['content']!r}"
+            raise CompressorError(f"tokenizer.json: two tokens have id {added['id']}", got=both)
         by_id[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
     unknown = tokenizer["model"].get("unk_token")
