@@ -185,7 +185,7 @@ def _inverse_factor(
 
 def _finite(matrix: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite, without a mask as large as the matrix."""
-    return bool(torch.isfinite(matrix.sum(dtype=torch.float64)))
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(matrix))
 
 
 def _damped(
@@ -285,5 +285,5 @@ def _cost(difference: NDArray[np.float32], hessian: torch.Tensor) -> float:
         strip = moved[:, start : start + _STRIP]
         before = 2 * (moved[:, :start] @ hessian[:start, start : start + _STRIP])
         product = before + strip @ hessian[start : start + _STRIP, start : start + _STRIP]
-        total += float((product * strip).sum(dtype=torch.float64))
+        total += float((product * strip).sum(dim=1).double().sum())
     return max(0.0, total)
