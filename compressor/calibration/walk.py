@@ -5,6 +5,8 @@ The modules are transformers' own, built on the meta device; weights arrive one 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import Any, cast
 
 import numpy as np
@@ -98,8 +100,9 @@ class Walk:
         return block.eval()
 
     def release(self, block: nn.Module) -> None:
-        """Drop a block's weights."""
+        """Drop a block's weights and give the memory back to the system."""
         block.to("meta")
+        _trim()
 
     @torch.inference_mode()
     def forward(self, block: nn.Module, layer: int, streams: list[torch.Tensor]) -> None:
@@ -184,6 +187,22 @@ def _adder(stats: LayerStats) -> Any:
         stats.add(args[0])
 
     return hook
+
+
+@functools.cache
+def _libc() -> Any:
+    """The C library where it can give freed memory back (glibc), else None."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return libc if hasattr(libc, "malloc_trim") else None
+    except OSError:
+        return None
+
+
+def _trim() -> None:
+    """Return freed heap pages: without it a block's worth of fragments stays behind every few blocks."""
+    if (libc := _libc()) is not None:
+        libc.malloc_trim(0)
 
 
 def _skeleton(checkpoint: Checkpoint) -> nn.Module:
