@@ -246,7 +246,7 @@ def columns_torch(
     zeros = torch.zeros_like(scales) if zeros is None else zeros
     scale, zero = (grid.to(weight.dtype).expand(rows, -1)[:, groups] for grid in (scales, zeros))
     codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
-    errors = torch.empty_like(weight)
+    errors, loss = torch.empty_like(weight), torch.zeros(rows, dtype=torch.float64, device=weight.device)
     for start in range(0, columns, block):
         end = min(start + block, columns)
         work = weight[:, start:end] - errors[:, :start] @ upper[:start, start:end]
@@ -256,7 +256,8 @@ def columns_torch(
             error = (left - (code - zero[:, i]) * scale[:, i]) / upper[i, i]
             work[:, i - start + 1 :].addr_(error, upper[i, i + 1 : end], alpha=-1)
             codes[:, i], errors[:, i] = code.to(torch.int8), error
-    return codes, errors.double().square().sum(dim=1)
+        loss += errors[:, start:end].double().square().sum(dim=1)
+    return codes, loss
 
 
 def _better(
