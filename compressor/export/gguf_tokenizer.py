@@ -247,11 +247,25 @@ def _sentencepiece(tokenizer: Mapping[str, Any], tokens: list[str], types: list[
     """The same for SentencePiece BPE (byte fallback, spaces as U+2581).
 
     llama.cpp joins the neighbours whose union has the best score; tokenizer.json the ones with the lowest
-    merge rank. They agree exactly when a token's merges stand together and every way to split it is listed.
+    merge rank. They agree when a token's merges stand together and every way to split a token is listed
+    (in runs of equal pieces llama.cpp then goes from the left, as SentencePiece itself does).
     """
     prefix = _space_prefix(tokenizer)
-    vocab = tokenizer["model"]["vocab"]
+    for i, token in enumerate(tokens):
+        if types[i] == NORMAL and len(token) == 6 and token.startswith("<0x"):
+            types[i] = BYTE
+        elif types[i] == USER_DEFINED:
+            tokens[i] = token.replace(SPACE, " ")
     pairs = [tuple(m.split(" ") if isinstance(m, str) else m) for m in tokenizer["model"].get("merges", [])]
+    normal = [token for i, token in enumerate(tokens) if types[i] == NORMAL]
+    ranks = _union_ranks(pairs, normal, tokenizer["model"]["vocab"])
+    scores = [-float(ranks.get(token, len(pairs) + i)) for i, token in enumerate(tokens)]
+    parts = {"model": "llama", "pre": None, "merges": [], "scores": scores, "notes": []}
+    return {**parts, "add_space_prefix": prefix}
+
+
+def _union_ranks(pairs: list[tuple[str, ...]], normal: list[str], vocab: Mapping[str, int]) -> dict[str, int]:
+    """The rank of each merged token, where scores can say the same as these merges; refuses otherwise."""
     ranks: dict[str, int] = {}
     previous = ""
     for rank, pair in enumerate(pairs):
@@ -261,19 +275,12 @@ def _sentencepiece(tokenizer: Mapping[str, Any], tokens: list[str], types: list[
         ranks.setdefault(union, rank)
         previous = union
     listed = set(pairs)
-    for token in ranks:
+    for token in normal:
         ways = ((token[:i], token[i:]) for i in range(1, len(token)))
         missing = [way for way in ways if way[0] in vocab and way[1] in vocab and way not in listed]
         if missing:
             raise _unsupported("its merges have no equivalent in scores", f"{missing[0]} is no merge")
-    for i, token in enumerate(tokens):
-        if types[i] == NORMAL and len(token) == 6 and token.startswith("<0x"):
-            types[i] = BYTE
-        elif types[i] == USER_DEFINED:
-            tokens[i] = token.replace(SPACE, " ")
-    scores = [-float(ranks.get(token, len(ranks) + i)) for i, token in enumerate(tokens)]
-    parts = {"model": "llama", "pre": None, "merges": [], "scores": scores, "notes": []}
-    return {**parts, "add_space_prefix": prefix}
+    return ranks
 
 
 def _space_prefix(tokenizer: Mapping[str, Any]) -> bool:
