@@ -295,8 +295,10 @@ def _add_metadata(writer: Any, artifact: Checkpoint, family: Family, entries: li
     total = sum(int(np.prod(entry.shape)) for entry in entries)
     files = tokenizer.Files(artifact.side_files())
     name = Path(str(artifact.config.get("_name_or_path") or artifact.path.stem)).name
+    card, generation = files.text("README.md") or "", files.json("generation_config.json")
+    about = metadata.general(name or family.name, card, generation)
     writer.add_string(_MARK, __version__)
-    for key, value in metadata.general(name or family.name, files).items():
+    for key, value in about.items():
         if isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, list):

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from compressor.arch.base import Config, Family
 from compressor.errors import CompressorError
-from compressor.export.gguf_tokenizer import Files
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "BF16": 32}
@@ -111,10 +110,10 @@ def rope_factors(family: Family, config: Config) -> NDArray[np.float32] | None:
     return np.asarray(1.0 / ((1.0 - smooth) / float(rope["factor"]) + smooth), dtype=np.float32)
 
 
-def general(name: str, files: Files) -> dict[str, str | int | float | list[str]]:
-    """Keys ``general.*`` of the model card and generation_config.json; int is i32 here."""
+def general(name: str, model_card: str, generation: Mapping[str, Any]) -> dict[str, str | int | float | list[str]]:
+    """Keys ``general.*`` of README.md and generation_config.json; int is i32 here."""
     keys: dict[str, str | int | float | list[str]] = {"general.type": "model", "general.name": name}
-    card = front_matter(files.text("README.md") or "")
+    card = front_matter(model_card)
     for key in ("license", "license_name", "license_link"):
         if isinstance(card.get(key), str):
             keys["general." + key.replace("_", ".")] = card[key]
@@ -122,7 +121,7 @@ def general(name: str, files: Files) -> dict[str, str | int | float | list[str]]
         values = [card[field]] if isinstance(card.get(field), str) else card.get(field)
         if isinstance(values, list) and values and all(isinstance(v, str) for v in values):
             keys[key] = values
-    return {**keys, **_sampling(files.json("generation_config.json"))}
+    return {**keys, **_sampling(generation)}
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, int | float]:
