@@ -125,8 +125,10 @@ def check_runnable(ready: Prepared) -> None:
     Raises:
         Problems: all of them at once.
     """
+    from compressor.calibration.linear import check_device
     from compressor.export import compressed_tensors, gguf
 
+    check_device(ready.job.device)
     tied = ready.family.tied(ready.checkpoint.config)
     problems = list(unavailable(ready.recipe))
     problems += compressed_tensors.check_plan(ready.plan.tensors, tied)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compressor.errors import CompressorError
+
 
 @functools.cache
 def onednn_is_faster() -> bool:
@@ -43,3 +45,16 @@ def fast_linears(block: nn.Module) -> None:
         for module in block.modules():
             if type(module) is nn.Linear:
                 module.__class__ = _FastLinear
+
+
+def check_device(device: str) -> None:
+    """Refuse a device this torch cannot compute on.
+
+    Raises:
+        CompressorError: naming the device and torch's reason.
+    """
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise CompressorError(f"--device {device}: torch cannot compute on it", got=reason, hint="cpu") from error

@@ -35,6 +35,11 @@ def say(message: str) -> None:
     sys.stderr.write(message + "\n")
 
 
+def printable(text: str) -> str:
+    """A name or value from a file, safe for a terminal: control characters shown as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A Progress callback that draws bars with ETA on stderr; silent when that is no terminal."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from compressor import __version__
-from compressor.cli.console import print_json, progress_bar
+from compressor.cli.console import print_json, progress_bar, say
 from compressor.errors import CompressorError, GateFailed
 
 
@@ -72,10 +73,12 @@ def _run(
     batch: int,
 ) -> dict[str, Any]:
     from compressor.calibration.data import load_tokenizer
+    from compressor.calibration.linear import check_device
     from compressor.eval.score import evaluate as score
     from compressor.eval.windows import encode_text, make_windows
     from compressor.models import open_model
 
+    check_device(device)
     content = read_text(text)
     model = open_model(target)
     base = open_model(reference) if reference else None
@@ -85,7 +88,9 @@ def _run(
         result = score(model, base, windows, device=device, batch=batch, progress=progress)
     result["text"] = text
     result["text_sha256"] = hashlib.sha256(content.encode()).hexdigest()
-    result["version"] = __version__
+    result["notes"] = [f"{m.label}: {note}" for m in (model, base) if m for note in m.notes]
+    result["versions"] = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+    result["versions"] = {"compressor": __version__, **result["versions"]}
     return result
 
 
@@ -109,6 +114,8 @@ def read_text(source: str) -> str:
 
 
 def _print(result: dict[str, Any]) -> None:
+    for note in result["notes"]:
+        say(f"note: {note}")
     where = f"{result['protocol']} protocol, {result['chunks']} windows of {result['context']}"
     print(f"{result['target']}: {result['tokens']} tokens scored ({where})")
     print(f"perplexity      {result['perplexity']:.4f} ± {result['perplexity_error']:.4f}")
@@ -128,10 +135,10 @@ def _gate(result: dict[str, Any], max_kld: float | None, max_ppl_increase: float
     Raises:
         GateFailed: exit code 1.
     """
-    if max_kld is not None and result["kld"]["mean"] > max_kld:
+    if max_kld is not None and not result["kld"]["mean"] <= max_kld:
         raise GateFailed("mean KLD above the limit", got=f"{result['kld']['mean']:.5f}", expected=f"<= {max_kld}")
     increase = result["perplexity"] / result.get("reference_perplexity", 1.0) - 1
-    if max_ppl_increase is not None and increase > max_ppl_increase:
+    if max_ppl_increase is not None and not increase <= max_ppl_increase:
         raise GateFailed(
             "perplexity increase above the limit", got=f"{increase:.4f}", expected=f"<= {max_ppl_increase}"
         )

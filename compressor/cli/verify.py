@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compressor.cli.console import out, print_json, progress_bar, say
+from compressor.cli.console import out, print_json, printable, progress_bar, say
 from compressor.errors import GateFailed
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ def verify(
 ) -> None:
     """Scan every file, re-read every code and scale, compare with the source; exit 1 if damaged.
 
-    An artifact's files are also held against the checksums its manifest recorded.
+    Without --against, names and shapes are held against the model's family; with it, kept tensors must be
+    the source's and rounded ones within what their format explains. An artifact's files are also held
+    against the checksums its manifest recorded.
 
     Examples:
 
@@ -31,35 +33,42 @@ def verify(
       compress verify out/int4 --against demo --worst 5
       compress verify model.gguf --against ./original --json
     """
-    from compressor.eval.checksums import check_files
-    from compressor.eval.tensors import verify_model
-    from compressor.models import open_model
-
-    broken = check_files(Path(path))
-    if broken:
-        raise GateFailed(f"{path}: damaged", got="; ".join(broken), hint="make it again, or fetch it again")
-    with progress_bar() as progress:
-        found = verify_model(open_model(path), open_model(against) if against else None, progress)
+    found = _verify(path, against)
     if json_output:
-        print_json(found.to_json())
+        print_json({"path": path, "against": against, **found.to_json()})
     else:
         _print(path, found, worst)
     if found.problems:
         more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
-        raise GateFailed(f"{path}: verification failed: {found.problems[0]}{more}")
+        raise GateFailed(f"{path}: verification failed{more}", got=found.problems[0])
+
+
+def _verify(path: str, against: str | None) -> Verification:
+    """Files first: nothing reads weights from a file whose header or checksum is wrong."""
+    from compressor.eval.checksums import check_files
+    from compressor.eval.tensors import Verification, verify_model
+    from compressor.models import open_model
+
+    source = open_model(against) if against else None
+    if broken := check_files(Path(path)):
+        return Verification(problems=broken)
+    with progress_bar() as progress:
+        return verify_model(open_model(path), source, progress)
 
 
 def _print(path: str, found: Verification, worst: int) -> None:
+    for note in found.notes:
+        say(f"note: {note}")
     for problem in found.problems:
-        say(f"problem: {problem}")
-    compared = [check for check in found.checks if check.relative_error is not None]
-    compared.sort(key=lambda check: -(check.relative_error or 0.0))
+        say(f"problem: {printable(problem)}")
+    compared = found.worst_first()
     if compared and worst:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table("tensor", "format", "relative error", box=None, pad_edge=False)
         for check in compared[:worst]:
-            table.add_row(check.name, check.format, f"{check.relative_error:.5f}")
+            table.add_row(Text(check.name), check.format, f"{check.relative_error:.5f}")
         out().print(table)
     verdict = "damaged" if found.problems else "whole"
     print(f"{path}: {len(found.checks)} tensors re-read, {len(compared)} compared with the source: {verdict}")

@@ -1,0 +1,5 @@
+"""``python -m compressor`` is the command ``compress``."""
+
+from compressor.cli.app import main
+
+main()
