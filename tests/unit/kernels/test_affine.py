@@ -107,6 +107,26 @@ def test_mse_reaches_the_known_distortion_of_a_gaussian(bits, bound):
     assert error_of(weight, scales, None, low, high).sum() / weight.size < bound
 
 
+@pytest.mark.parametrize(("bits", "bound"), [(2, 0.134), (3, 0.0349), (4, 0.0092)])
+def test_asymmetric_mse_reaches_it_too_by_moving_zeros(bits, bound):
+    weight = gaussian(64, 1024)
+    grid = affine.choose_scales(weight, bits, 128, symmetric=False, search="mse")
+    assert error_of(weight, *grid, *affine.code_range(bits)).sum() / weight.size < bound
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_refit_only_takes_what_errs_less(bits):
+    weight, even = gaussian(64, 256), np.ones(256, dtype=np.float32)
+    low, high = affine.code_range(bits)
+    form = affine._Format(bits, 32, False, True, "BF16", low, high)
+    scales, _ = affine.choose_scales(weight, bits, 32)
+    refitted = affine._refit(weight, even, affine._Grid(scales, np.zeros_like(scales)), form).scales
+    before, after = (error_of(weight, s, None, low, high) for s in (scales, refitted))
+    assert (after <= before * (1 + 1e-6)).all()
+    assert after.sum() < before.sum()
+    np.testing.assert_array_equal(round_to_dtype(refitted, "BF16"), refitted)
+
+
 def test_importance_moves_the_scale_to_the_columns_that_matter():
     weight = np.linspace(-1, 1, 32, dtype=np.float32)[None].copy()
     weight[0, 0] = 4.0
@@ -125,9 +145,7 @@ def test_extreme_groups_get_usable_scales(scale_dtype, symmetric, search):
     weight = np.zeros((7, 32), dtype=np.float32)
     weight[1], weight[2], weight[3] = 0.7, 1e-20, 6e4
     weight[4, 3], weight[5], weight[6] = 1e30, -1e-40, np.linspace(-3e38, 3e38, 32)
-    scales, zeros = affine.choose_scales(
-        weight, 4, 32, symmetric=symmetric, search=search, scale_dtype=scale_dtype
-    )
+    scales, zeros = affine.choose_scales(weight, 4, 32, symmetric=symmetric, search=search, scale_dtype=scale_dtype)
     assert np.isfinite(scales).all()
     assert (scales > 0).all()
     np.testing.assert_array_equal(round_to_dtype(scales, scale_dtype), scales)
@@ -179,9 +197,7 @@ def test_kernels_equal_their_definitions(group_size):
     np.testing.assert_array_equal(
         affine.round_codes(weight, *grid, -8, 7), affine.round_codes_numpy(weight, *grid, -8, 7)
     )
-    np.testing.assert_array_equal(
-        fast[0], affine.grid_errors(weight, importance, scales, zeros, -8, 7)[:, :, 0]
-    )
+    np.testing.assert_array_equal(fast[0], affine.grid_errors(weight, importance, scales, zeros, -8, 7)[:, :, 0])
     np.testing.assert_allclose(
         fast[0], error_of(weight, *grid, -8, 7, importance) if rows > 1 else fast[0], rtol=1e-5
     )

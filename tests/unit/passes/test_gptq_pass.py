@@ -81,19 +81,14 @@ def test_codes_are_the_papers(act_order, spec):
     hessian[[4, 50], [4, 50]] = 1
     hessian += 0.01 * mean * np.eye(96)
     groups = (order // 16).astype(np.int32)
-    codes = definition(
-        weight[:, order], hessian[order][:, order], tensor.scales, tensor.zeros, groups, -8, 7
-    )
+    codes = definition(weight[:, order], hessian[order][:, order], tensor.scales, tensor.zeros, groups, -8, 7)
     # float32 against float64: a weight that lands next to a rounding boundary may fall either way
     assert (tensor.codes[:, order] != codes).mean() < 0.005
 
 
 def test_act_order_helps_here():
     weight, stats = gaussian(64), stats_of()
-    errors = [
-        gptq.run(weight, Spec(3, 32), stats, gptq.Options(act_order=o)).facts["error"]
-        for o in (True, False)
-    ]
+    errors = [gptq.run(weight, Spec(3, 32), stats, gptq.Options(act_order=o)).facts["error"] for o in (True, False)]
     assert errors[0] < errors[1]
 
 
@@ -104,6 +99,14 @@ def test_dead_columns_keep_their_rounded_weights():
     scales = np.repeat(rounded.tensor.scales, 16, axis=1)
     nearest = np.clip(np.rint(weight / scales), -8, 7)
     np.testing.assert_array_equal(rounded.tensor.codes[:, [4, 50]], nearest[:, [4, 50]])
+
+
+def test_dead_columns_need_no_damp():
+    stats = stats_of(dead=(4, 50))
+    diagonal = stats.hessian.diagonal()
+    diagonal[diagonal > 0] += 0.02 * diagonal.mean()  # full rank but for the dead columns
+    facts = gptq.run(gaussian(), Spec(4, 16), stats, gptq.Options(damp=0.0)).facts
+    assert (facts["damp"], facts["dead_columns"], facts["rounding"]) == (0.0, 2, "gptq")
 
 
 def test_dead_columns_do_not_touch_the_others():
@@ -233,9 +236,7 @@ def test_a_wrong_hessian_is_refused():
         gptq.run(gaussian(), Spec(4, 16), stats_of(48), OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"damp": -0.1}, {"damp": 2}, {"block_size": 0}, {"act_order": "yes"}, {"x": 1}]
-)
+@pytest.mark.parametrize("wrong", [{"damp": -0.1}, {"damp": 2}, {"block_size": 0}, {"act_order": "yes"}, {"x": 1}])
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(ValidationError):
         gptq.Options(**wrong)
