@@ -19,6 +19,7 @@ from compressor.recipe.schema import LATER, QUANTIZABLE, Layers, Recipe, Rule, p
 
 __all__ = ["RunShape", "make_plan"]
 
+_MATCH = ("role", "modules", "layers")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -170,13 +171,13 @@ class _Planner:
         """A rule that matches nothing is a mistake, unless it only keeps what is not there."""
         if rule.lenient:
             return None
-        close: list[str] = []
-        for pattern in rule.modules or ():
-            close += difflib.get_close_matches(pattern, sorted(set(self.modules)), n=1, cutoff=0.5)
+        globs = {re.sub(r"\.\d+\.", ".*.", module) for module in self.modules}
+        globs |= {"*." + module.rpartition(".")[2] for module in self.modules}
+        close = [m for p in rule.modules or () for m in difflib.get_close_matches(p, sorted(globs), n=1)]
         shadowed = " (or an earlier rule takes everything it matches)"
         return CompressorError(
             f"{rule.where}: matches nothing{shadowed}",
-            got=f"role {rule.roles}, modules {rule.modules}, layers {rule.layers}",
+            got=", ".join(f"{key} {value}" for key, value in rule.canonical().items() if value and key in _MATCH),
             hint=f"did you mean {close[0]!r}?" if close else "`compress plan --tensors` lists the modules",
         )
 

@@ -142,8 +142,8 @@ class Rule:
         """JSON-ready, without file names or line numbers."""
         layers = self.layers.model_dump(exclude_none=True) if isinstance(self.layers, Layers) else self.layers
         return {
-            "role": self.roles,
-            "modules": self.modules,
+            "role": list(self.roles) if self.roles else None,
+            "modules": list(self.modules) if self.modules else None,
             "layers": layers,
             "format": self.format,
             "passes": [{call.name: dict(call.options)} for call in self.passes],
