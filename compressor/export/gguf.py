@@ -141,11 +141,9 @@ def _vocabulary(checkpoint: Checkpoint, family: Family, pretokenizer: str | None
         raise CompressorError(
             f"pretokenizer {pretokenizer!r} is unknown", expected="one of " + ", ".join(tokenizer.KNOWN)
         )
-    files = checkpoint.side_files()
-    recorded = getattr(checkpoint, "pretokenizer", None)
-    recorded = recorded or tokenizer.Files(files).json("compress_manifest.json").get("pretokenizer")
+    name = pretokenizer or getattr(checkpoint, "pretokenizer", None)
     rows = family.dims(checkpoint.config)["vocab"]
-    return tokenizer.load(files, checkpoint.config, rows, pretokenizer or recorded)
+    return tokenizer.load(checkpoint.side_files(), checkpoint.config, rows, name)
 
 
 def export(
@@ -163,7 +161,7 @@ def export(
         artifact: Any checkpoint; codes are carried where it has a method ``qtensor``.
         out: The file. An earlier export of ours is replaced, anything else refused.
         pretokenizer: llama.cpp's name for the pre-tokenizer, None to find it.
-        float_type: F32, F16 or BF16 for matrices without codes; None keeps the stored dtype.
+        float_type: F32, F16 or BF16 for matrices written as floats; None keeps a float's stored dtype.
         progress, report: Told as it goes.
 
     Returns:

@@ -13,6 +13,7 @@ from compressor.core.tensors import QTensor
 from compressor.kernels import ggml
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
+_LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,20 @@ def choose_type(tensor: QTensor | None, info: TensorInfo, float_type: str | None
     Args:
         tensor: Its codes, or None when it is kept as floats.
         info: Its header entry.
-        float_type: F32, F16 or BF16 for matrices without codes; None keeps the stored dtype.
+        float_type: F32, F16 or BF16 for matrices written as floats; None keeps a float's stored dtype.
     """
     if len(info.shape) == 1:
         return Choice("F32")
-    stored = info.dtype if info.dtype in FLOAT_TYPES else None
     if tensor is None:
-        return Choice(float_type or stored or "F32")
+        return Choice(float_type or (info.dtype if info.dtype in FLOAT_TYPES else "F32"))
     reason = _obstacle(tensor)
-    return Choice(float_type or stored or "F16", reason) if reason else Choice(_carrier(tensor))
+    return Choice(float_type or _closest_float(tensor), reason) if reason else Choice(_carrier(tensor))
+
+
+def _closest_float(tensor: QTensor) -> str:
+    """F16, which rounds code * scale less than BF16 does, unless a value might not fit."""
+    largest = float(np.abs(tensor.scales).max()) * 2.0**tensor.spec.bits
+    return "F16" if largest < _LARGEST_HALF else "BF16"
 
 
 def _obstacle(tensor: QTensor) -> str | None:
