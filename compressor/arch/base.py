@@ -128,9 +128,7 @@ class Family:
             found.update(self._block_tensors(config, dims, layer))
         found[f"{self.final_norm}.weight"] = TensorShape(self.final_norm, "norm", None, (dims["hidden"],))
         if not self.tied(config):
-            found[f"{self.head}.weight"] = TensorShape(
-                self.head, "lm_head", None, (dims["vocab"], dims["hidden"])
-            )
+            found[f"{self.head}.weight"] = TensorShape(self.head, "lm_head", None, (dims["vocab"], dims["hidden"]))
         return found
 
     def _block_tensors(self, config: Config, dims: Mapping[str, int], layer: int) -> dict[str, TensorShape]:

@@ -10,8 +10,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="qwen2",
     model_types=("qwen2",),
-    linears=tuple(
-        replace(linear, bias=linear.name in _BIASED, rope_heads=None) for linear in llama.LINEARS
-    ),
+    linears=tuple(replace(linear, bias=linear.name in _BIASED, rope_heads=None) for linear in llama.LINEARS),
     gguf_arch=None,
 )

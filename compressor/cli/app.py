@@ -52,6 +52,8 @@ def _options(
 
 def main() -> None:
     """Run the command line; exit codes: 0 done, 1 a gate or check failed, 2 user error."""
+    # Threads that wait by spinning fight for the cores with torch's and numba's other pools.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:

@@ -68,7 +68,7 @@ def _print(path: str, found: Verification, worst: int) -> None:
 
         table = Table("tensor", "format", "relative error", box=None, pad_edge=False)
         for check in compared[:worst]:
-            table.add_row(Text(check.name), check.format, f"{check.relative_error:.5f}")
+            table.add_row(Text(printable(check.name)), check.format, f"{check.relative_error:.5f}")
         out().print(table)
     verdict = "damaged" if found.problems else "whole"
     print(f"{path}: {len(found.checks)} tensors re-read, {len(compared)} compared with the source: {verdict}")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from compressor.arch import find_family
 from compressor.calibration.walk import Walk
 from compressor.checkpoint.base import Checkpoint
+from compressor.checkpoint.reader import check_against_family
 from compressor.core.report import Progress, no_progress
 from compressor.errors import CompressorError, GateFailed
 from compressor.eval.divergence import MAX_NLL, TokenScores, join, score_logits, summarize
@@ -35,11 +36,13 @@ def token_scores(
     """Walk both models in lockstep, one block of each in memory, then score window by window.
 
     Raises:
-        CompressorError: vocabularies differ, or the logits are not finite (a damaged model: GateFailed).
+        CompressorError: vocabularies differ, tensors are missing, no such device.
+        GateFailed: logits are not finite, or the perplexity is beyond meaning.
     """
     models = [target] if reference is None else [target, reference]
-    walks = [Walk(model, find_family(model.config, model.label), device) for model in models]
+    _check_device(device)
     _check_vocabularies(models)
+    walks = [_walk(model, device) for model in models]
     batches = [windows.tokens[i : i + batch] for i in range(0, len(windows.tokens), batch)]
     streams = [walk.embed(batches) for walk in walks]
     steps = sum(walk.layers for walk in walks)
@@ -85,6 +88,12 @@ def evaluate(
     }
 
 
+def _walk(model: Checkpoint, device: str) -> Walk:
+    family = find_family(model.config, model.label)
+    check_against_family(model, family)
+    return Walk(model, family, device)
+
+
 def _lockstep(layers: list[int]) -> list[tuple[int, int]]:
     """(model, layer) pairs, the models taking turns."""
     return [(index, layer) for layer in range(max(layers)) for index, count in enumerate(layers) if layer < count]
@@ -125,6 +134,14 @@ def _check_sane(label: str, nll: NDArray[np.float64] | None) -> None:
             expected=f"at most {MAX_NLL:.0f}",
             hint="`compress verify MODEL --against ORIGINAL` compares every tensor",
         )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        got = str(error).splitlines()[0]
+        raise CompressorError(f"--device {device}: cannot be used", got=got, hint="--device cpu") from error
 
 
 def _check_vocabularies(models: list[Checkpoint]) -> None:

@@ -66,9 +66,7 @@ def run(
     return Rounded(QTensor(codes, scales, None, spec), _facts(weight, scales, low, high))
 
 
-def _facts(
-    weight: NDArray[np.float32], scales: NDArray[np.float32], low: int, high: int
-) -> dict[str, float]:
+def _facts(weight: NDArray[np.float32], scales: NDArray[np.float32], low: int, high: int) -> dict[str, float]:
     even = np.ones(weight.shape[1], dtype=np.float32)
     error, _, _ = affine.moments(weight, even, scales, np.zeros_like(scales), low, high)
     total = float(np.einsum("ij,ij->", weight, weight, dtype=np.float64))

@@ -15,7 +15,8 @@ from compressor.core.spec import Spec, dividing_group_sizes
 from compressor.errors import CompressorError, Problems
 from compressor.kernels.floats import FLOAT_BYTES
 from compressor.recipe.estimate import RunShape, artifact_nbytes, peak_parts, stream_bytes
-from compressor.recipe.schema import LATER, QUANTIZABLE, Layers, Recipe, Rule, parse_range
+from compressor.recipe.schema import LATER, Recipe, Rule
+from compressor.recipe.written import QUANTIZABLE, Layers, parse_range
 
 __all__ = ["RunShape", "make_plan"]
 

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from compressor.kernels.floats import all_finite, bf16_to_f32, decode_float, encode_float, f32_to_bf16, round_to_dtype
+from compressor.kernels.floats import (
+    all_finite,
+    bf16_to_f32,
+    decode_float,
+    encode_float,
+    f32_to_bf16,
+    round_to_dtype,
+)
 
 BITS = np.concatenate(
     [

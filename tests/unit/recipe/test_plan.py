@@ -10,7 +10,8 @@ from compressor.errors import CompressorError
 from compressor.export.compressed_tensors import encoded_nbytes
 from compressor.recipe.estimate import RunShape, artifact_nbytes
 from compressor.recipe.plan import make_plan, matches
-from compressor.recipe.schema import Layers, Rule, load_recipe, shipped_recipes
+from compressor.recipe.schema import Rule, load_recipe, shipped_recipes
+from compressor.recipe.written import Layers
 
 LLAMA_70B = {
     "model_type": "llama",

@@ -3,7 +3,8 @@
 import pytest
 
 from compressor.errors import CompressorError, Problems
-from compressor.recipe.schema import load_recipe, parse_range, shipped_recipes, unavailable
+from compressor.recipe.schema import load_recipe, shipped_recipes, unavailable
+from compressor.recipe.written import parse_range
 
 
 def write(tmp_path, text):
