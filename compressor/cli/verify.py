@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compressor.cli.console import out, print_json, printable, progress_bar, say
-from compressor.errors import GateFailed
+from compressor.errors import GateFailed, Problems
 
 if TYPE_CHECKING:
     from compressor.eval.tensors import Verification
@@ -52,8 +52,12 @@ def _verify(path: str, against: str | None) -> Verification:
     source = open_model(against) if against else None
     if broken := check_files(Path(path)):
         return Verification(problems=broken)
+    try:
+        target = open_model(path)
+    except Problems as error:
+        return Verification(problems=[str(problem).replace("\n ", ";") for problem in error.problems])
     with progress_bar() as progress:
-        return verify_model(open_model(path), source, progress)
+        return verify_model(target, source, progress)
 
 
 def _print(path: str, found: Verification, worst: int) -> None:

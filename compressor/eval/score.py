@@ -40,7 +40,6 @@ def token_scores(
         GateFailed: logits are not finite, or the perplexity is beyond meaning.
     """
     models = [target] if reference is None else [target, reference]
-    _check_device(device)
     _check_vocabularies(models)
     walks = [_walk(model, device) for model in models]
     batches = [windows.tokens[i : i + batch] for i in range(0, len(windows.tokens), batch)]
@@ -134,14 +133,6 @@ def _check_sane(label: str, nll: NDArray[np.float64] | None) -> None:
             expected=f"at most {MAX_NLL:.0f}",
             hint="`compress verify MODEL --against ORIGINAL` compares every tensor",
         )
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        got = str(error).splitlines()[0]
-        raise CompressorError(f"--device {device}: cannot be used", got=got, hint="--device cpu") from error
 
 
 def _check_vocabularies(models: list[Checkpoint]) -> None:
