@@ -36,7 +36,7 @@ def token_scores(
     """Walk both models in lockstep, one block of each in memory, then score window by window.
 
     Raises:
-        CompressorError: vocabularies differ, tensors are missing, no such device.
+        CompressorError: vocabularies differ, or tensors are missing.
         GateFailed: logits are not finite, or the perplexity is beyond meaning.
     """
     models = [target] if reference is None else [target, reference]
