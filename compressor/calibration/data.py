@@ -10,12 +10,13 @@ import difflib
 import hashlib
 import json
 import random
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, Problems
 
 if TYPE_CHECKING:
     import torch
@@ -102,28 +103,53 @@ def load_tokens(
     sequence_length: int,
     seed: int,
     batch_tokens: int = 2048,
+    vocab_size: int | None = None,
 ) -> TokenSet:
     """Tokens of ``source``: ``default``, a bundled name, a mix ``prose:40,code:20``, or a .txt/.jsonl file.
 
+    At most ``samples`` windows of exactly ``sequence_length``, in batches of about ``batch_tokens``.
+    Too little text gives fewer windows and a note; less than one window gives one shorter window.
+
     Raises:
-        CompressorError: no such source, unreadable, or no text in it.
+        CompressorError: no such source, unreadable, no text in it, or (with ``vocab_size``) a token id
+            the model does not have.
     """
     import torch
 
+    _check_positive(samples=samples, sequence_length=sequence_length, batch_tokens=batch_tokens)
     windows: list[list[int]] = []
     notes: list[str] = []
     for documents, wanted, label in _shares(source, samples):
-        found = _windows(documents, tokenizer, sequence_length, seed, label)
-        if len(found) < wanted:
+        found = _windows(documents, tokenizer, wanted, sequence_length, seed, label)
+        if len(found) < wanted or len(found[0]) < sequence_length:
             notes.append(
-                f"calibration {label}: {len(found)} windows of {len(found[0])} tokens, {wanted} were asked for"
+                f"calibration {label}: {len(found)} windows of {len(found[0])} tokens,"
+                f" {wanted} of {sequence_length} were asked for"
             )
-        windows += found[:wanted]
+        windows += found
+    windows = [w for w in windows if len(w) == sequence_length] or windows[:1]
+    _check_vocabulary(windows, vocab_size)
     per_batch = max(1, batch_tokens // sequence_length)
-    batches = [torch.tensor(w) for w in _equal_lengths(windows, per_batch)]
-    digest = hashlib.sha256(json.dumps([sequence_length, seed, windows]).encode()).hexdigest()
+    batches = list(torch.tensor(windows, dtype=torch.int64).split(per_batch))  # type: ignore[no-untyped-call]
+    digest = hashlib.sha256(json.dumps([sequence_length, seed, batch_tokens, windows]).encode()).hexdigest()
     count = sum(map(len, windows))
     return TokenSet(batches, count, digest, f"{source}: {len(windows)} windows, {count} tokens", notes)
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise CompressorError(f"{name.replace('_', '-')} must be at least 1", got=value)
+
+
+def _check_vocabulary(windows: list[list[int]], vocab_size: int | None) -> None:
+    largest = max(map(max, windows))
+    if vocab_size is not None and largest >= vocab_size:
+        raise CompressorError(
+            "tokenizer and model do not belong together: token id outside the vocabulary",
+            got=largest,
+            expected=f"< {vocab_size}",
+        )
 
 
 def _shares(source: str, samples: int) -> list[tuple[list[str], int, str]]:
@@ -136,6 +162,8 @@ def _shares(source: str, samples: int) -> list[tuple[list[str], int, str]]:
     if source in bundled_names():
         return [(_documents(bundled_text(source)), samples, source)]
     path = Path(source)
+    if source == HELD_OUT and not path.exists():
+        raise CompressorError(f"--calibration {source}: this text is for evaluation only")
     if not path.is_file():
         names = ["default", *bundled_names()]
         close = difflib.get_close_matches(source, names, n=1)
@@ -160,14 +188,16 @@ def _mix(source: str, samples: int) -> list[tuple[list[str], int, str]]:
     for index, (name, _) in enumerate(parts):
         upto = sum(w for _, w in parts[: index + 1]) * samples // total
         ((documents, _, label),) = _shares(name, samples)
-        shares.append((documents, max(1, upto - given), label))
+        if upto > given:
+            shares.append((documents, upto - given, label))
         given = upto
     return shares
 
 
 def _text(path: Path) -> str:
+    """A UTF-8 file's text, lines ended by LF, without a byte order mark."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except OSError as error:
         raise CompressorError(f"--calibration {path}: cannot be read", got=error.strerror) from error
     except UnicodeDecodeError as error:
@@ -177,7 +207,7 @@ def _text(path: Path) -> str:
 def _documents(text: str) -> list[str]:
     """Text split where lines are blank, joined again to pieces of about 1,000 characters."""
     pieces: list[str] = []
-    for part in text.split("\n\n"):
+    for part in re.split(r"\n(?:[^\S\n]*\n)+", text):
         if pieces and len(pieces[-1]) < 1000:
             pieces[-1] += "\n\n" + part
         else:
@@ -186,49 +216,46 @@ def _documents(text: str) -> list[str]:
 
 
 def _json_lines(path: Path) -> list[str]:
-    """One document per line: its ``text``, or its ``messages`` joined."""
-    documents = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    """One document per line: its ``text``, or its ``messages`` joined. Bad lines are named, five at most."""
+    documents, problems = [], []
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # U+2028 may stand inside a string
         if not line.strip():
             continue
         try:
             documents.append(_document(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CompressorError(
-                f"--calibration {path}:{number}: not a document",
-                got=line[:60],
-                expected='{"text": "..."} or {"messages": [{"role": ..., "content": ...}]}',
-            ) from error
+        except (ValueError, KeyError, TypeError):
+            expected = '{"text": "..."} or {"messages": [{"role": ..., "content": ...}]}'
+            problems.append(CompressorError(f"line {number}: not a document", got=line[:60], expected=expected))
+    if problems:
+        raise Problems(f"--calibration {path}: {len(problems)} unusable lines", problems[:5])
     return [document for document in documents if document.strip()]
 
 
 def _document(record: Any) -> str:
+    parts = [record["text"]] if "text" in record else [m["content"] for m in record["messages"]]
+    if not all(isinstance(part, str) for part in parts):
+        raise TypeError("text and content must be strings")
     if "text" in record:
         return str(record["text"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in record["messages"])
 
 
-def _windows(documents: list[str], tokenizer: Tokenizer, length: int, seed: int, label: str) -> list[list[int]]:
-    """Windows of exactly ``length`` tokens; one shorter window when the text does not fill one."""
+def _windows(
+    documents: list[str], tokenizer: Tokenizer, wanted: int, length: int, seed: int, label: str
+) -> list[list[int]]:
+    """At most ``wanted`` windows of exactly ``length`` tokens; one shorter when the text does not fill one.
+
+    Documents follow each other in an order drawn by ``seed``, a blank line after each, until there is
+    enough.
+    """
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)
-    ids = [token for encoding in tokenizer.encode_batch(shuffled) for token in encoding.ids]
-    if len(ids) < 2:
-        raise CompressorError(
-            f"--calibration {label}: holds no text",
-            got=f"{len(ids)} tokens",
-            expected="at least one window of text",
-        )
-    full = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
-    return full or [ids]
-
-
-def _equal_lengths(windows: list[list[int]], per_batch: int) -> list[list[list[int]]]:
-    """Batches of windows of one length each, in order."""
-    batches: list[list[list[int]]] = []
-    for window in windows:
-        if batches and len(batches[-1]) < per_batch and len(batches[-1][0]) == len(window):
-            batches[-1].append(window)
-        else:
-            batches.append([window])
-    return batches
+    ids: list[int] = []
+    for document in shuffled:
+        if len(ids) >= wanted * length:
+            break
+        ids += tokenizer.encode(f"{document}\n\n", add_special_tokens=True).ids
+    if not ids:
+        raise CompressorError(f"--calibration {label}: holds no text", hint="give a file with text in it")
+    count = min(wanted, len(ids) // length)
+    return [ids[i * length : (i + 1) * length] for i in range(count)] or [ids]
