@@ -88,7 +88,8 @@ def _run(
         result = score(model, base, windows, device=device, batch=batch, progress=progress)
     result["text"] = text
     result["text_sha256"] = hashlib.sha256(content.encode()).hexdigest()
-    result["notes"] = [f"{m.label}: {note}" for m in (model, base) if m for note in m.notes]
+    notes = [f"{m.label}: {note}" for m in (model, base) if m for note in m.notes]
+    result["notes"] = list(dict.fromkeys(notes))
     result["versions"] = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     result["versions"] = {"compressor": __version__, **result["versions"]}
     return result
