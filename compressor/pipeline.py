@@ -40,7 +40,7 @@ class Job:
     recipe: str
     out: Path
     calibration: str = "default"
-    samples: int = 128
+    samples: int = 48
     sequence_length: int = 512
     seed: int = 0
     device: str = "cpu"
@@ -155,6 +155,7 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
         samples=job.samples,
         sequence_length=job.sequence_length,
         seed=job.seed,
+        vocab_size=int(ready.checkpoint.config["vocab_size"]),
     )
     report = _new_report(ready, tokens)
     with RunDirectory.open(job.out, _run_key(ready, tokens), fresh=job.fresh) as run:

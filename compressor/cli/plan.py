@@ -20,7 +20,7 @@ def plan(
     substitute: Annotated[
         list[str] | None, typer.Option(help="Plan NEW where the recipe says OLD (OLD=NEW); repeatable.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Calibration windows (for the memory figure).")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration windows (for the memory figure).")] = 48,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
