@@ -49,9 +49,9 @@ def artifact_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
 def peak_parts(family: Family, dims: Mapping[str, int], run: RunShape, hessians: bool) -> dict[str, int]:
     """Predicted peak resident bytes of ``quantize``, by part.
 
-    The embedding (or head) while it is written, one block in float32 and its bytes as stored, the Hessians of its distinct inputs, GPTQ's working
-    copies of the largest (damped, factor, inverse) and of its weight, the hidden states, and the activations
-    of one batch.
+    The embedding (or head) while it is written, one block in float32 and its bytes as stored, the Hessians
+    of its distinct inputs, GPTQ's working copies of the largest (damped, factor, inverse) and of its weight,
+    the hidden states, and the activations of one batch.
     """
     widths = {linear.name: (dims[linear.out], dims[linear.in_]) for linear in family.linears}
     block = sum(rows * columns for rows, columns in widths.values())
