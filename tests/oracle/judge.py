@@ -3,7 +3,8 @@
 DIR is the artifact, DIR.gguf its export. Four prompts, 16 greedy tokens each, by llama.cpp and by
 transformers holding our dequantized codes in float32. Where they part (llama.cpp quantizes activations
 as well), the gap between the two candidates' logits, in our model, must be under 0.5. Then 256 tokens
-of held-out text teacher forced: perplexities within 1 %.
+of held-out text teacher forced: perplexities within 1 %. Last, transformers loads the artifact with
+compressed-tensors, in float32: its logits equal our dequantized model's to float tolerance.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PROMPTS = (
     "Once upon a time, in a small village,",
     "def fibonacci(n):",
 )
-MAX_GAP, MAX_PPL_RATIO = 0.5, 0.01
+MAX_GAP, MAX_PPL_RATIO, MAX_LOGIT_DIFFERENCE = 0.5, 0.01, 1e-4
 
 
 @dataclass
@@ -99,6 +100,22 @@ def judge(artifact: Path, gguf_file: Path, text: str) -> Verdict:
     return verdict
 
 
+def judge_transformers(artifact: Path, tokens: list[int]) -> Verdict:
+    """Load the artifact as any user would and compare logits with our dequantized codes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32).eval()
+    expected, verdict = logits_of(float_model(artifact), tokens), Verdict()
+    difference = float(np.abs(logits_of(theirs, tokens) - expected).max())
+    verdict.check(
+        difference < MAX_LOGIT_DIFFERENCE * float(np.abs(expected).max()),
+        f"transformers + compressed-tensors: logits of {len(tokens)} tokens differ by at most {difference:.2e}"
+        f" (largest logit {np.abs(expected).max():.1f})",
+    )
+    return verdict
+
+
 def _continuations(verdict: Verdict, model: Any, engine: Any, prompt: str) -> None:
     tokens = engine.tokenize(prompt)
     theirs, ours = engine.greedy(tokens, 16), greedy(model, tokens, 16)
@@ -114,17 +131,26 @@ def _continuations(verdict: Verdict, model: Any, engine: Any, prompt: str) -> No
     verdict.check(gap < MAX_GAP, f"{line}: {parted} tokens equal, then a logit gap of {gap:.3f}")
 
 
-def main() -> int:
-    """Judge the demo's output directory; 1 when anything fails."""
-    from compressor.calibration.data import bundled_text
+def judge_all(artifact: Path) -> Verdict:
+    """Both judges; llama.cpp only where it is available."""
+    from compressor.calibration.data import bundled_text, load_tokenizer
+    from compressor.models import open_model
     from tests.oracle.llamacpp import Unavailable
 
-    artifact = Path(sys.argv[1])
+    text = bundled_text("held_out")
+    tokens = load_tokenizer(open_model(str(artifact))).encode(text[:2000]).ids[:256]
+    verdict = judge_transformers(artifact, tokens)
     try:
-        verdict = judge(artifact, artifact.with_name(artifact.name + ".gguf"), bundled_text("held_out"))
+        engine = judge(artifact, artifact.with_name(artifact.name + ".gguf"), text)
     except Unavailable as missing:
-        print(f"llama.cpp is not available here ({missing}): not judged")
-        return 0
+        verdict.lines.append(f"llama.cpp is not available here ({missing}): not judged")
+        return verdict
+    return Verdict(verdict.lines + engine.lines, verdict.failures + engine.failures)
+
+
+def main() -> int:
+    """Judge the demo's output directory; 1 when anything fails."""
+    verdict = judge_all(Path(sys.argv[1]))
     print("judged by llama.cpp (xllamacpp) and transformers:")
     print("\n".join(verdict.lines))
     return 1 if verdict.failures else 0
