@@ -35,9 +35,7 @@ def weight():
 @pytest.fixture(scope="module")
 def stats():
     rng = np.random.default_rng(1)
-    inputs = (
-        rng.standard_normal((400, 30)) @ rng.standard_normal((30, 96)) + rng.standard_normal((400, 96)) / 4
-    )
+    inputs = rng.standard_normal((400, 30)) @ rng.standard_normal((30, 96)) + rng.standard_normal((400, 96)) / 4
     inputs[:, 11] = 0
     found = LayerStats.empty(96)
     found.add(torch.from_numpy(inputs.astype(np.float32)))

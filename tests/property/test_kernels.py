@@ -50,9 +50,7 @@ def test_the_stream_read_as_one_number_holds_code_i_at_bit_i_times_bits(case):
     st.sampled_from(["F16", "BF16", "F32"]),
     st.sampled_from(["absmax", "mse"]),
 )
-def test_inside_the_range_no_weight_moves_more_than_half_a_scale(
-    weight, bits, group_size, kind, dtype, search
-):
+def test_inside_the_range_no_weight_moves_more_than_half_a_scale(weight, bits, group_size, kind, dtype, search):
     symmetric, convention = kind != "asymmetric", "textbook" if kind == "textbook" else "full"
     low, high = affine.code_range(bits, convention)
     scales, zeros = affine.choose_scales(
@@ -71,11 +69,7 @@ def test_inside_the_range_no_weight_moves_more_than_half_a_scale(
     assert codes.min() >= low
     assert codes.max() <= high
     scale = np.repeat(scales.astype(np.float64), weight.shape[1] // scales.shape[1], axis=1)
-    zero = (
-        0
-        if zeros is None
-        else np.repeat(zeros.astype(np.float64), weight.shape[1] // zeros.shape[1], axis=1)
-    )
+    zero = 0 if zeros is None else np.repeat(zeros.astype(np.float64), weight.shape[1] // zeros.shape[1], axis=1)
     inside = (weight >= (low - zero) * scale) & (weight <= (high - zero) * scale)
     moved = np.abs(weight - (codes - zero) * scale)
     # the float32 quotient may round across a tie: 2^-23 of a quotient of at most 256
@@ -114,9 +108,7 @@ def test_the_column_loop_equals_its_twin(rows, columns, block, bits, double, see
     rng = np.random.default_rng(seed)
     dtype = np.float64 if double else np.float32
     weight = rng.standard_normal((rows, columns)).astype(dtype)
-    upper = np.triu(rng.standard_normal((columns, columns)) * 0.2, 1) + np.diag(
-        rng.uniform(0.3, 2, columns)
-    )
+    upper = np.triu(rng.standard_normal((columns, columns)) * 0.2, 1) + np.diag(rng.uniform(0.3, 2, columns))
     scales = rng.uniform(0.05, 1, (rows, 3)).astype(np.float32)
     zeros = rng.integers(-2, 2, (rows, 3)).astype(np.int8)
     groups = rng.integers(0, 3, columns).astype(np.int32)

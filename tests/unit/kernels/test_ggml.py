@@ -114,8 +114,6 @@ def test_spread_scales_repeats_a_group_over_its_blocks():
     groups = np.array([[1, 2], [3, 4]], np.float32)
     expected = [[1, 1, 2, 2], [3, 3, 4, 4]]
     np.testing.assert_array_equal(ggml.spread_scales(groups, 2, 128), expected)
-    np.testing.assert_array_equal(
-        ggml.spread_scales(np.full((1, 1), 7, np.float32), 2, 64), np.full((2, 2), 7)
-    )
+    np.testing.assert_array_equal(ggml.spread_scales(np.full((1, 1), 7, np.float32), 2, 64), np.full((2, 2), 7))
     with pytest.raises(ValueError, match="whole blocks"):
         ggml.spread_scales(np.ones((1, 4), np.float32), 1, 64)

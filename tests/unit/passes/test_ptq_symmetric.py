@@ -51,8 +51,7 @@ def test_facts_tell_the_error(bits, group_size):
 
 def test_more_bits_err_less():
     errors = [
-        ptq_symmetric.run(gaussian(), Spec(bits, 32), None, OPTIONS).facts["weight_error"]
-        for bits in range(2, 9)
+        ptq_symmetric.run(gaussian(), Spec(bits, 32), None, OPTIONS).facts["weight_error"] for bits in range(2, 9)
     ]
     assert all(fine < coarse / 2 for coarse, fine in pairwise(errors))
 
