@@ -74,7 +74,7 @@ def test_two_kills_on_a_tiny_model(tiny_model, recipe, tmp_path):
 
 @pytest.mark.slow
 def test_ten_kills_on_the_embedded_model(demo_available, tmp_path):
-    lines = kill_and_resume("demo", "demo", tmp_path, kills=10, more=("--samples", 4))
+    lines = kill_and_resume("demo", "demo", tmp_path, kills=10, more=("--samples", 1, "--sequence-length", 128))
     print("\n" + "\n".join(lines))
 
 
