@@ -20,4 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "w8a16": {"bits": 8, "group_size": -1},
 }
 
+DEFAULTS: dict[str, Any] = {"group_size": 128, "symmetric": True, "scale_dtype": None}
+"""Of a format that is spelled out; scale_dtype None follows the model (BF16, else F16)."""
+
 SCALE_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

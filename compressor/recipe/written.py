@@ -1,17 +1,14 @@
-"""What a recipe file may say: the long and the short form as pydantic models, and errors that explain."""
+"""What a recipe file may say: the long and the short form as pydantic models."""
 
 from __future__ import annotations
 
-import difflib
-from pathlib import Path
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from compressor.errors import CompressorError, Problems
-from compressor.recipe.yamlmarks import Loc, line_of
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 QUANTIZABLE = ("embedding", "attention", "ffn", "lm_head")
+Role = Literal["embedding", "attention", "ffn", "lm_head"]
 
 
 class _Strict(BaseModel):
@@ -19,23 +16,64 @@ class _Strict(BaseModel):
 
 
 class Layers(_Strict):
-    """``{first: n}`` or ``{last: n}``."""
+    """``{first: n}``, ``{last: n}``, or both."""
 
     first: int | None = Field(None, ge=1)
     last: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Layers:
+        if self.first is None and self.last is None:
+            raise ValueError("first or last is missing")
+        return self
+
+
+def _kind(value: Any) -> str:
+    """Which member of a union a value is meant for: its type's name."""
+    return "dict" if isinstance(value, BaseModel) else type(value).__name__
+
+
+Block = Annotated[int, Field(ge=0)]
+LayersWritten = Annotated[
+    Annotated[Layers, Tag("dict")]
+    | Annotated[Block, Tag("int")]
+    | Annotated[str, Tag("str")]
+    | Annotated[list[Block], Field(min_length=1), Tag("list")],
+    Discriminator(
+        _kind,
+        custom_error_type="kind",
+        custom_error_message='a number, a list of numbers, "10-20", {first: n} or {last: n} is wanted',
+    ),
+]
+PassWritten = Annotated[
+    Annotated[str, Tag("str")] | Annotated[dict[str, dict[str, Any] | None], Tag("dict")],
+    Discriminator(
+        _kind, custom_error_type="kind", custom_error_message="a pass is a name, or {name: {option: value}}"
+    ),
+]
 
 
 class Match(_Strict):
     """What a rule applies to; every condition given must hold."""
 
-    role: list[Literal["embedding", "attention", "ffn", "lm_head"]] | None = None
-    modules: list[str] | None = None
-    layers: Layers | int | str | list[int] | None = None
+    role: list[Role] | None = Field(None, min_length=1)
+    modules: list[str] | None = Field(None, min_length=1)
+    layers: LayersWritten | None = None
 
     @field_validator("role", "modules", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("modules")
+    @classmethod
+    def _patterns(cls, value: list[str] | None) -> list[str] | None:
+        for pattern in value or ():
+            try:
+                re.compile(pattern[3:] if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return value
 
     @field_validator("layers")
     @classmethod
@@ -43,6 +81,12 @@ class Match(_Strict):
         if isinstance(value, str) and parse_range(value) is None:
             raise ValueError('a layer range looks like "10-20"')
         return value
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Match:
+        if self.role is None and self.modules is None and self.layers is None:
+            raise ValueError('role, modules or layers is missing (modules: "*" matches everything)')
+        return self
 
 
 class Format(_Strict):
@@ -56,11 +100,17 @@ class Format(_Strict):
 
 
 class RuleModel(_Strict):
-    """One rule as written."""
+    """One rule as written; ``match: ffn`` and ``format: int4`` are short for role and preset."""
 
-    match: Match | str
-    format: Format | str
-    passes: list[str | dict[str, dict[str, Any] | None]] | None = None
+    match: Match
+    format: Format
+    passes: list[PassWritten] | None = None
+
+    @field_validator("match", "format", mode="before")
+    @classmethod
+    def _spelled_out(cls, value: Any, info: Any) -> Any:
+        key = {"match": "role", "format": "preset"}[info.field_name]
+        return {key: value} if isinstance(value, str) else value
 
 
 class RecipeModel(_Strict):
@@ -83,7 +133,7 @@ class Section(_Strict):
 class CacheSection(_Strict):
     """The short form's kv_cache."""
 
-    precision: Literal["int8", "fp8", "fp16", "bf16"]
+    precision: Literal["int4", "int8", "fp8", "fp16", "bf16"]
 
 
 class ShortModel(_Strict):
@@ -94,6 +144,12 @@ class ShortModel(_Strict):
     ffn_layers: Section | None = None
     lm_head: Section | None = None
     kv_cache: CacheSection | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ShortModel:
+        if not self.model_fields_set:
+            raise ValueError("at least one section is wanted: " + ", ".join(ShortModel.model_fields))
+        return self
 
 
 class ShortRecipeModel(_Strict):
@@ -106,62 +162,7 @@ class ShortRecipeModel(_Strict):
 
 def parse_range(text: str) -> range | None:
     """``"10-20"`` -> range(10, 21); None when it is no range."""
-    first, dash, last = text.partition("-")
-    if not (dash and first.strip().isdigit() and last.strip().isdigit()):
+    found = re.fullmatch(r"\s*([0-9]{1,6})\s*-\s*([0-9]{1,6})\s*", text)
+    if found is None or int(found[1]) > int(found[2]):
         return None
-    found = range(int(first), int(last) + 1)
-    return found if len(found) else None
-
-
-def validate(model: type[BaseModel], data: Any, lines: dict[Loc, int], path: Path) -> Any:
-    """Data as a model.
-
-    Raises:
-        Problems: every mistake, with file:line, what was got, and a suggestion.
-    """
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        seen: dict[str, CompressorError] = {}
-        for item in error.errors():
-            problem = _explain(item, model, lines, path)
-            seen.setdefault(str(problem), problem)
-        raise Problems(f"{path}: not a valid recipe", list(seen.values())) from error
-
-
-def _explain(item: Any, model: type[BaseModel], lines: dict[Loc, int], path: Path) -> CompressorError:
-    """A pydantic error as ours: file:line, the key, what was got, what would be right."""
-    loc = tuple(part for part in item["loc"] if part in _path_parts(item["loc"], lines))
-    where = f"{path}:{line_of(lines, loc)}"
-    key = ".".join(map(str, loc)) or "recipe"
-    if item["type"] == "extra_forbidden":
-        wrong = str(item["loc"][-1])
-        close = difflib.get_close_matches(wrong, _known_keys(model), n=1)
-        return CompressorError(
-            f"{where}: unknown key {wrong!r}", hint=f"did you mean {close[0]!r}?" if close else None
-        )
-    if item["type"] == "missing":
-        return CompressorError(f"{where}: {key}: key {item['loc'][-1]!r} is missing")
-    got = item.get("input")
-    close = difflib.get_close_matches(str(got), QUANTIZABLE, n=1) if item["type"] == "literal_error" else []
-    return CompressorError(
-        f"{where}: {key}: {item['msg']}",
-        got=repr(got),
-        hint=f"did you mean {close[0]!r}?" if close else None,
-    )
-
-
-def _path_parts(loc: tuple[Any, ...], lines: dict[Loc, int]) -> set[Any]:
-    """The parts of a pydantic location that exist in the file (it also names union members)."""
-    kept: Loc = ()
-    for part in loc:
-        if (*kept, part) in lines:
-            kept = (*kept, part)
-    return set(kept)
-
-
-def _known_keys(model: type[BaseModel]) -> list[str]:
-    models: list[type[BaseModel]] = [model, RuleModel, Match, Format, Layers, ShortModel, Section, CacheSection]
-    if model is ShortRecipeModel:
-        models = [model, ShortModel, Section, CacheSection]
-    return [name for kind in models for name in kind.model_fields]
+    return range(int(found[1]), int(found[2]) + 1)

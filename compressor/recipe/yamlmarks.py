@@ -11,17 +11,33 @@ from compressor.errors import CompressorError
 
 Loc = tuple[str | int, ...]
 MAX_BYTES = 1_000_000
+MAX_DEPTH = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader; anchors are refused so that a small file cannot grow without bound."""
+    """SafeLoader without aliases or deep nesting: a small file cannot grow without bound."""
+
+    depth = 0
 
     def compose_node(self, parent: Any, index: int) -> Any:
-        """Compose one node, refusing aliases."""
+        """Compose one node, refusing aliases and deep nesting."""
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, "anchors and aliases are not allowed", mark)
-        return super().compose_node(parent, index)
+        if self.depth == MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Construct one value; what Python refuses (day 99, 5000 digits) is an error with a line."""
+        try:
+            return super().construct_object(node, deep=deep)  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+            text = f"not a value of its type: {str(node.value)[:40]!r}"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error
 
 
 def load_yaml(path: Path) -> tuple[Any, dict[Loc, int]]:
