@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compressor.arch.base import Family
+from compressor.core.plan import PlannedTensor
 from compressor.core.spec import Spec
 from compressor.kernels.floats import FLOAT_BYTES
+from compressor.passes import base as passes
 
 SHAPE_RECORD_BYTES = 16  # weight_shape: int64 [2]
 BASELINE_BYTES = 620_000_000  # interpreter, torch, transformers and numba loaded, measured
 BATCH_TOKENS = 2048
+SIDE_FILES_BYTES = 50_000_000  # tokenizer, configs, manifest, report
 
 
 @dataclass(frozen=True)
@@ -46,30 +50,59 @@ def artifact_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
     return packed + scales + zeros + SHAPE_RECORD_BYTES
 
 
-def peak_parts(family: Family, dims: Mapping[str, int], run: RunShape, hessians: bool) -> dict[str, int]:
+def peak_parts(
+    planned: Sequence[PlannedTensor], family: Family, dims: Mapping[str, int], run: RunShape
+) -> dict[str, int]:
     """Predicted peak resident bytes of ``quantize``, by part.
 
-    The embedding (or head) while it is written, one block in float32 and its bytes as stored, the Hessians
-    of its distinct inputs, GPTQ's working copies of the largest (damped, factor, inverse) and of its weight,
-    the hidden states, and the activations of one batch.
+    - the largest tensor outside the blocks (embedding or head) as stored, while it is read and written;
+    - the largest block in float32, and its bytes as stored;
+    - one Hessian (float32 [in, in]) per distinct input of a block, where a pass wants Hessians;
+    - what rounding the largest tensor takes: its float32 copies (weight, permuted, errors, rounded), and
+      with a Hessian three matrices of its size (damped, factor, inverse);
+    - the hidden states of all calibration tokens, and the activations of one batch.
     """
-    widths = {linear.name: (dims[linear.out], dims[linear.in_]) for linear in family.linears}
-    block = sum(rows * columns for rows, columns in widths.values())
-    inputs = [widths[group[0]][1] for group in family.inputs]
-    largest = max(inputs)
-    weight = max(rows * columns for rows, columns in widths.values())
+    names = {call.name for t in planned for call in t.passes}
+    wanting = {name for name in names if _wants_hessian(name)}
+    hungry = {t.name for t in planned if any(call.name in wanting for call in t.passes)}
+    outside = (t.source_nbytes for t in planned if t.layer is None)
+    blocks: dict[int, int] = defaultdict(int)
+    for t in planned:
+        if t.layer is not None:
+            blocks[t.layer] += 4 * t.elements + t.source_nbytes
+    in_blocks = any(t.name in hungry for t in planned if t.layer is not None)
     batch = max(BATCH_TOKENS, run.sequence_length)
     return {
         "interpreter and libraries": BASELINE_BYTES,
-        "embedding table, as stored": 2 * dims["vocab"] * dims["hidden"],
-        "one block (float32, and as stored)": 6 * block,
-        "Hessians of one block": 4 * sum(n * n for n in inputs) if hessians else 0,
-        "GPTQ working copies": 4 * (3 * largest * largest + 4 * weight) if hessians else 16 * weight,
+        "embedding or head, as stored": max(outside, default=0),
+        "one block (float32, and as stored)": max(blocks.values(), default=0),
+        "Hessians of one block": _hessian_bytes(family, dims) if in_blocks else 0,
+        "rounding the largest tensor": max((_rounding_bytes(t, t.name in hungry) for t in planned), default=0),
         "hidden states": 4 * run.tokens * dims["hidden"],
         "activations of one batch": 4 * batch * (4 * dims["hidden"] + 3 * dims["ffn"]),
     }
 
 
-def stream_bytes(dims: Mapping[str, int], run: RunShape) -> int:
-    """Disk the run's saved hidden states take at most: two blocks' worth while one replaces the other."""
-    return 2 * 4 * run.tokens * dims["hidden"]
+def _wants_hessian(name: str) -> bool:
+    """Whether a pass needs Hessians; one that is not available yet is taken to."""
+    return name not in passes.available() or "hessian" in passes.load(name).NEEDS
+
+
+def _hessian_bytes(family: Family, dims: Mapping[str, int]) -> int:
+    width = {linear.name: dims[linear.in_] for linear in family.linears}
+    return sum(4 * width[group[0]] ** 2 for group in family.inputs)
+
+
+def _rounding_bytes(tensor: PlannedTensor, hessian: bool) -> int:
+    if tensor.spec is None:
+        return 0
+    return 4 * (4 * tensor.elements + (3 * tensor.shape[1] ** 2 if hessian else 0))
+
+
+def disk_bytes(planned: Sequence[PlannedTensor], dims: Mapping[str, int], run: RunShape) -> int:
+    """Disk a run takes at most: the artifact, its side files, and the hidden states of two blocks.
+
+    Two, because the states after a block are written before those it started from are removed.
+    """
+    streams = 2 * 4 * run.tokens * dims["hidden"]
+    return sum(t.nbytes for t in planned) + streams + SIDE_FILES_BYTES

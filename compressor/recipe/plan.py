@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from compressor.arch.base import Config, Family
 from compressor.checkpoint.base import TensorInfo
@@ -14,14 +11,15 @@ from compressor.core.plan import Plan, PlannedTensor
 from compressor.core.spec import Spec, dividing_group_sizes
 from compressor.errors import CompressorError, Problems
 from compressor.kernels.floats import FLOAT_BYTES
-from compressor.recipe.estimate import RunShape, artifact_nbytes, peak_parts, stream_bytes
-from compressor.recipe.schema import LATER, Recipe, Rule
-from compressor.recipe.written import QUANTIZABLE, Layers, parse_range
+from compressor.recipe.estimate import RunShape, artifact_nbytes, disk_bytes, peak_parts
+from compressor.recipe.matching import Model, Target, abbreviated, matches, unmatched
+from compressor.recipe.rules import INSTEAD, Recipe, Rule
+from compressor.recipe.written import QUANTIZABLE
 
-__all__ = ["RunShape", "make_plan"]
+__all__ = ["RunShape", "headers_from_config", "make_plan"]
 
-_MATCH = ("role", "modules", "layers")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_KEPT_DTYPES = {"fp16": "F16", "bf16": "BF16"}
 
 
 def make_plan(
@@ -51,16 +49,14 @@ def make_plan(
     planned = tuple(planner.plan(info) for info in _walk_order(headers, config, family))
     planner.check(label)
     dims = family.dims(config)
-    hessians = any(call.name in ("gptq", *LATER) for t in planned for call in t.passes)
-    parts = peak_parts(family, dims, run, hessians)
-    nbytes = sum(t.nbytes for t in planned)
+    parts = peak_parts(planned, family, dims, run)
     return Plan(
         model=label,
         family=family.name,
         tensors=planned,
         layers=dims["layers"],
         peak_ram_bytes=sum(parts.values()),
-        disk_bytes=nbytes + stream_bytes(dims, run) + 50_000_000,
+        disk_bytes=disk_bytes(planned, dims, run),
         notes=(*recipe.notes, *planner.notes()),
         peak_parts=parts,
     )
@@ -93,26 +89,26 @@ class _Planner:
         self.family, self.recipe, self.config = family, recipe, config
         self.expected = family.tensors(config)
         self.layers = family.dims(config)["layers"]
-        self.hits: dict[str, int] = defaultdict(int)
-        self.modules: list[str] = []
+        self.taken: dict[str, int] = defaultdict(int)
+        self.targets: list[Target] = []
+        self.others: set[str] = set()
         self.indivisible: dict[tuple[str, int, int, str], int] = defaultdict(int)
-        self.kept_floats: set[str] = set()
+        self.kept: dict[tuple[str, str], None] = {}
+        self.quantized = 0
 
     def plan(self, info: TensorInfo) -> PlannedTensor:
         """One tensor's fate."""
         expected = self.expected.get(info.name)
-        module = info.name.rpartition(".")[0]
-        role = expected.role if expected else "other"
-        layer = self.family.layer_of(info.name)
-        rule = self._rule(module, role, layer) if role in QUANTIZABLE and len(info.shape) == 2 else None
-        spec = self._spec(rule, info, module) if rule and rule.format else None
-        if rule and not rule.format:
-            self.kept_floats.add(info.dtype)
+        target = Target(
+            info.name.rpartition(".")[0], expected.role if expected else "other", self.family.layer_of(info.name)
+        )
+        rule = self._rule(target, info)
+        spec = self._spec(rule, info, target.module) if rule and rule.format else None
         return PlannedTensor(
             name=info.name,
-            module=module,
-            role=role,
-            layer=layer,
+            module=target.module,
+            role=target.role,
+            layer=target.layer,
             shape=info.shape,
             dtype=info.dtype,
             source_nbytes=info.nbytes,
@@ -122,87 +118,64 @@ class _Planner:
             nbytes=artifact_nbytes(spec, info.shape[0], info.shape[1]) if spec else info.nbytes,
         )
 
-    def _rule(self, module: str, role: str, layer: int | None) -> Rule | None:
-        self.modules.append(module)
+    def _rule(self, target: Target, info: TensorInfo) -> Rule | None:
+        """The first rule that matches; None for what is never quantized."""
+        if target.role not in QUANTIZABLE or len(info.shape) != 2:
+            self.others.add(target.module)
+            return None
+        self.targets.append(target)
         for rule in self.recipe.rules:
-            if matches(rule, module, role, layer, self.layers):
-                self.hits[rule.where] += 1
+            if matches(rule, target.module, target.role, target.layer, self.layers):
+                self.taken[rule.where] += 1
+                if _KEPT_DTYPES.get(rule.kept_as, info.dtype) != info.dtype:
+                    self.kept[rule.kept_as, info.dtype.lower()] = None
                 return rule
         return None
 
     def _spec(self, rule: Rule, info: TensorInfo, module: str) -> Spec | None:
+        """The format of one tensor; None, and remembered, where its groups do not divide."""
         assert rule.format is not None
+        self.quantized += 1
         scale_dtype = rule.format["scale_dtype"] or ("BF16" if info.dtype == "BF16" else "F16")
         spec = Spec(**{**rule.format, "scale_dtype": scale_dtype})
         width = info.shape[1]
         if spec.group_size > 0 and width % spec.group_size:
-            pattern = re.sub(r"\.\d+\.", ".*.", module)
-            self.indivisible[(pattern, width, spec.group_size, rule.where)] += 1
+            self.indivisible[abbreviated(module), width, spec.group_size, rule.where] += 1
             return None
         return spec
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """Facts the table should show."""
-        found = [f"fp16 keeps tensors as stored ({dtype.lower()})" for dtype in sorted(self.kept_floats - {"F16"})]
-        found += [
-            f"{name.upper().replace('_', '-')} is NOT AVAILABLE YET ({where}): sizes are right, but running"
-            f" needs --substitute {name}={'gptq' if name == 'awq' else 'fp16'}"
-            for name, where in self.recipe.missing
-        ]
-        return found
+        for name, where in self.recipe.missing:
+            yield (
+                f"{name.upper().replace('_', '-')} is NOT AVAILABLE YET ({where}): sizes are right, but running"
+                f" needs --substitute {name}={INSTEAD[name]}"
+            )
+        for written, dtype in self.kept:
+            yield f"{written} keeps tensors as they are stored: {dtype}"
+        for rule in self.recipe.rules:
+            if not self.taken[rule.where]:
+                tied = rule.roles == ("lm_head",) and self.family.tied(self.config)
+                why = ": the head is the embedding table (tie_word_embeddings)" if tied else ""
+                yield f"{rule.where} matches nothing in this model{why}"
+        if not self.quantized:
+            yield "this recipe quantizes nothing"
 
     def check(self, label: str) -> None:
         """Raise everything found, at once."""
-        problems = [self._unmatched(rule) for rule in self.recipe.rules if not self.hits[rule.where]]
-        problems += [
-            CompressorError(
-                f"{pattern} ({count} tensor{'s' if count > 1 else ''}): in_features {width} is not a multiple"
-                f" of group_size {group} in {where}",
-                hint="group_size "
-                + (", ".join(map(str, dividing_group_sizes(width))) or "-1 (one scale per row)")
-                + ", or -1 for one scale per row",
-            )
-            for (pattern, width, group, where), count in self.indivisible.items()
-        ]
-        found = [problem for problem in problems if problem is not None]
-        if found:
-            raise Problems(f"{label}: the recipe {self.recipe.source} does not fit this model", found)
-
-    def _unmatched(self, rule: Rule) -> CompressorError | None:
-        """A rule that matches nothing is a mistake, unless it only keeps what is not there."""
-        if rule.lenient:
-            return None
-        globs = {re.sub(r"\.\d+\.", ".*.", module) for module in self.modules}
-        globs |= {"*." + module.rpartition(".")[2] for module in self.modules}
-        close = [m for p in rule.modules or () for m in difflib.get_close_matches(p, sorted(globs), n=1)]
-        shadowed = " (or an earlier rule takes everything it matches)"
-        return CompressorError(
-            f"{rule.where}: matches nothing{shadowed}",
-            got=", ".join(f"{key} {value}" for key, value in rule.canonical().items() if value and key in _MATCH),
-            hint=f"did you mean {close[0]!r}?" if close else "`compress plan --tensors` lists the modules",
-        )
+        head = self.family.head if self.family.tied(self.config) else None
+        model = Model(self.layers, head, tuple(self.targets), frozenset(self.others))
+        problems = [p for rule in self.recipe.rules for p in unmatched(rule, self.taken[rule.where], model)]
+        problems += [_indivisible(*key, count) for key, count in self.indivisible.items()]
+        if problems:
+            raise Problems(f"{label}: the recipe {self.recipe.source} does not fit this model", problems)
 
 
-def matches(rule: Rule, module: str, role: str, layer: int | None, layers: int) -> bool:
-    """Whether every condition of a rule holds for a module."""
-    if rule.roles is not None and role not in rule.roles:
-        return False
-    if rule.modules is not None and not any(_matches_module(p, module) for p in rule.modules):
-        return False
-    return rule.layers is None or (layer is not None and _in_layers(rule.layers, layer, layers))
-
-
-def _matches_module(pattern: str, module: str) -> bool:
-    """A glob over the whole path, or ``re:`` with a regular expression searched from the start."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return fnmatch.fnmatchcase(module, pattern)
-
-
-def _in_layers(wanted: Layers | int | str | list[int], layer: int, layers: int) -> bool:
-    if isinstance(wanted, Layers):
-        in_first = wanted.first is not None and layer < wanted.first
-        return in_first or (wanted.last is not None and layer >= layers - wanted.last)
-    if isinstance(wanted, str):
-        return layer in (parse_range(wanted) or ())
-    return layer in ([wanted] if isinstance(wanted, int) else wanted)
+def _indivisible(name: str, width: int, group: int, where: str, count: int) -> CompressorError:
+    """One error for the same linear of all blocks."""
+    sizes = [str(size) for size in dividing_group_sizes(width)]
+    return CompressorError(
+        f"{name} ({count} tensor{'s' if count > 1 else ''}): in_features {width} is not a multiple of"
+        f" group_size {group} in {where}",
+        hint="group_size " + ", ".join([*sizes, "or -1 for one scale per row"]),
+    )

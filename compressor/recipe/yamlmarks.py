@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """Construct one value; what Python refuses (day 99, 5000 digits) is an error with a line."""
         try:
-            return super().construct_object(node, deep=deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep=deep)
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
             text = f"not a value of its type: {str(node.value)[:40]!r}"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error

@@ -59,7 +59,7 @@ def test_several_mistakes_come_at_once_with_lines(tmp_path):
     assert "r.yaml:3: unknown key 'formt'\n  try: did you mean 'format'?" in found
     assert "r.yaml:2" in found
     assert "did you mean 'attention'?" in found
-    assert "r.yaml:5: rules.1: key 'format' is missing" in found
+    assert "r.yaml:5: rule 2: key 'format' is missing" in found
 
 
 @pytest.mark.parametrize(

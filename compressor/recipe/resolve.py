@@ -1,0 +1,198 @@
+"""From a recipe as written to its rules: formats and passes by name, options filled in, substitutions made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from compressor.core.plan import PassCall
+from compressor.errors import CompressorError
+from compressor.passes import base as passes
+from compressor.recipe.formats import DEFAULTS, KEEP, PRESETS, SCALE_DTYPES
+from compressor.recipe.mistakes import Mistake, did_you_mean
+from compressor.recipe.rules import LATER, Recipe, Rule
+from compressor.recipe.written import Format, RecipeModel, RuleModel, Section, ShortRecipeModel
+from compressor.recipe.yamlmarks import Loc, line_of
+
+DEFAULT_PASSES = ("gptq",)
+_SECTIONS = {
+    "embedding_layer": "embedding",
+    "attention_layers": "attention",
+    "ffn_layers": "ffn",
+    "lm_head": "lm_head",
+}
+_AS_STORED = ("fp16", "bf16")
+_PASSES_LATER = tuple(name for name in LATER if name != "kv_cache")
+_Entry = tuple[str, Mapping[str, Any], Loc]
+
+
+class Resolver:
+    """Turns a validated recipe into rules; what is wrong is collected in ``mistakes``."""
+
+    def __init__(self, path: Path, lines: dict[Loc, int], substitutions: Mapping[str, str]) -> None:
+        self.path, self.lines, self.substitutions = path, lines, substitutions
+        self.mistakes: list[Mistake] = []
+        self.missing: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+        self.used: set[str] = set()
+
+    def recipe(self, model: RecipeModel | ShortRecipeModel) -> Recipe:
+        """The rules, in order."""
+        rules = self._short(model) if isinstance(model, ShortRecipeModel) else self._long(model)
+        return Recipe(model.name or self.path.stem, str(self.path), rules, tuple(self.missing), tuple(self.notes))
+
+    def unused(self) -> list[CompressorError]:
+        """Substitutions for something the recipe does not use."""
+        return [
+            CompressorError(f"--substitute {old}={new}: {self.path} does not use {old}")
+            for old, new in self.substitutions.items()
+            if old not in self.used
+        ]
+
+    def _long(self, model: RecipeModel) -> tuple[Rule, ...]:
+        return tuple(self._rule(index, rule) for index, rule in enumerate(model.rules))
+
+    def _short(self, model: ShortRecipeModel) -> tuple[Rule, ...]:
+        body = model.quantization_config
+        found = {key: getattr(body, key) for key in _SECTIONS}
+        rules = [self._section(key, section) for key, section in found.items() if section is not None]
+        if body.kv_cache is not None:
+            self._cache(body.kv_cache.precision)
+        return tuple(rules)
+
+    def _where(self, loc: Loc) -> str:
+        return f"{self.path}:{line_of(self.lines, loc)}"
+
+    def _place(self, loc: Loc) -> str:
+        """``mixed.yaml:7``: for tables, where the folder is noise."""
+        return f"{self.path.name}:{line_of(self.lines, loc)}"
+
+    def _problem(self, loc: Loc, what: str, **more: Any) -> None:
+        error = CompressorError(f"{self._where(loc)}: {what}", **more)
+        self.mistakes.append((line_of(self.lines, loc), error))
+
+    def _rule(self, index: int, rule: RuleModel) -> Rule:
+        loc: Loc = ("rules", index)
+        spec = self._format(rule.format, (*loc, "format"))
+        return Rule(
+            where=f"rule {index + 1} ({self._place(loc)})",
+            roles=tuple(rule.match.role) if rule.match.role else None,
+            modules=tuple(rule.match.modules) if rule.match.modules else None,
+            layers=rule.match.layers,
+            format=spec,
+            passes=self._passes(rule.passes, spec, (*loc, "passes")),
+            kept_as=(rule.format.preset or "") if spec is None else "",
+        )
+
+    def _section(self, key: str, section: Section) -> Rule:
+        loc: Loc = ("quantization_config", key)
+        written = Format(
+            bits=None, preset=section.precision, group_size=section.group_size, symmetric=section.symmetric
+        )
+        spec = self._format(written, (*loc, "precision"))
+        calls = self._passes([section.method] if section.method else None, spec, (*loc, "method"))
+        kept_as = "" if spec else section.precision
+        where = f"{key} ({self._place(loc)})"
+        return Rule(where, (_SECTIONS[key],), None, None, spec, calls, kept_as, short=True)
+
+    def _format(self, written: Format, loc: Loc) -> dict[str, Any] | None:
+        """Bits, group_size, symmetric, scale_dtype; None = keep."""
+        changes = written.model_dump(exclude_none=True, exclude={"preset"})
+        base: dict[str, Any] = {}
+        if written.preset in KEEP:
+            if changes:
+                self._problem(loc, f"{written.preset} takes no {' or '.join(changes)}")
+            return None
+        if written.preset is not None and written.preset not in PRESETS:
+            names = [*PRESETS, *KEEP]
+            hint = did_you_mean(written.preset, names)
+            self._problem(loc, f"unknown format {written.preset!r}", expected=", ".join(names), hint=hint)
+            base = PRESETS["int8"]  # the passes are checked all the same
+        elif written.preset is not None:
+            base = PRESETS[written.preset]
+        elif written.bits is None:
+            self._problem(loc, "a format needs bits or a preset")
+        found = {**DEFAULTS, **base, **changes}
+        found["scale_dtype"] = SCALE_DTYPES.get(str(found["scale_dtype"]))
+        return found
+
+    def _passes(self, written: Any, spec: Mapping[str, Any] | None, loc: Loc) -> tuple[PassCall, ...]:
+        if spec is None:
+            if written:
+                self._problem(loc, "passes on a tensor that is kept as stored", hint="choose an integer format")
+            return ()
+        if written == []:
+            self._problem(loc, "no pass rounds the weight", expected=", ".join(passes.available()))
+        entries = []
+        for index, item in enumerate(DEFAULT_PASSES if written is None else written):
+            entry = {item: None} if isinstance(item, str) else item
+            if len(entry) != 1:
+                self._problem((*loc, index), "one pass per list item", got=str(entry))
+            entries += [(name, options or {}, (*loc, index)) for name, options in entry.items()]
+        calls = [call for entry in self._substituted(entries) for call in self._call(*entry)]
+        self._one_rounding(calls, spec, loc)
+        return tuple(calls)
+
+    def _substituted(self, entries: list[_Entry]) -> list[_Entry]:
+        """Passes with --substitute applied; one that the list names anyway is not called twice."""
+        named, found = [name for name, _, _ in entries], []
+        for name, options, loc in entries:
+            new = self.substitutions.get(name)
+            if new is not None:
+                self.used.add(name)
+                self.notes.append(f"{self._where(loc)}: {name} substituted by {new}")
+            if new is None or new == name:
+                found.append((name, options, loc))
+            elif new not in named:
+                found.append((new, {}, loc))
+        return found
+
+    def _call(self, name: str, options: Mapping[str, Any], loc: Loc) -> list[PassCall]:
+        """A pass by name, its options checked and completed; empty when that is impossible."""
+        if name in _PASSES_LATER:
+            self.missing.append((name, self._where(loc)))
+            return [PassCall(name, dict(options))]
+        if name not in passes.available():
+            hint = did_you_mean(name, [*passes.available(), *_PASSES_LATER])
+            self._problem(loc, f"unknown pass {name!r}", expected=", ".join(passes.available()), hint=hint)
+            return []
+        return self._options(name, options, loc)
+
+    def _options(self, name: str, options: Mapping[str, Any], loc: Loc) -> list[PassCall]:
+        model = passes.load(name).Options
+        try:
+            return [PassCall(name, model.model_validate(dict(options)).model_dump())]
+        except ValidationError as error:
+            known = list(model.model_fields)
+            for item in error.errors():
+                wrong = str(item["loc"][-1]) if item["loc"] else ""
+                all_options = f"options of {name}: {', '.join(known)}"
+                if item["type"] == "extra_forbidden":
+                    what, got = f"{name}: unknown option {wrong!r}", None
+                    hint = did_you_mean(wrong, known, all_options)
+                else:
+                    what, got, hint = f"{name}: {wrong}: {item['msg']}", repr(item["input"]), None
+                self._problem((*loc, name, wrong), what, got=got, hint=hint)
+            return []
+
+    def _one_rounding(self, calls: list[PassCall], spec: Mapping[str, Any], loc: Loc) -> None:
+        rounding = [c.name for c in calls if c.name not in LATER and passes.load(c.name).KIND == "round"]
+        if len(rounding) > 1:
+            self._problem(loc, "a weight is rounded once", got=", ".join(rounding))
+        for name in rounding:
+            if getattr(passes.load(name), "SYMMETRIC_ONLY", False) and not spec["symmetric"]:
+                self._problem(loc, f"{name} rounds symmetric formats only", hint="use gptq, or symmetric: true")
+
+    def _cache(self, precision: str) -> None:
+        loc: Loc = ("quantization_config", "kv_cache", "precision")
+        if "kv_cache" in self.substitutions:
+            self.used.add("kv_cache")
+            precision = self.substitutions["kv_cache"]
+            self.notes.append(f"{self._where(loc)}: kv_cache substituted by {precision}")
+            if precision not in _AS_STORED:
+                self._problem(loc, f"--substitute kv_cache={precision}", expected="fp16 or bf16")
+        elif precision not in _AS_STORED:
+            self.missing.append(("kv_cache", self._where(loc)))
