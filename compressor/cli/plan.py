@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.console import out, print_json
+from compressor.arch.base import ROLES
+from compressor.cli.console import out, print_json, printable
 from compressor.cli.substitutions import parse_substitutions
 
 if TYPE_CHECKING:
@@ -22,7 +24,9 @@ def plan(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Calibration windows (for the memory figure).")] = 48,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors/--summary", help="List every tensor, or one line per role, format and rule.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show tensor, role, rule, format and bytes; totals, peak memory, disk. Reads headers only.
@@ -32,6 +36,8 @@ def plan(
     \b
       compress plan demo --recipe int4
       compress plan Llama-3-70B/config.json --recipe mixed_70b
+      compress plan ./Llama-3.2-1B --recipe my.yaml --tensors
+      compress plan Llama-3-70B/config.json --recipe mixed_70b --substitute awq=gptq --json
     """
     from compressor.pipeline import plan_model
 
@@ -46,17 +52,22 @@ def show_plan(plan: Plan, *, json_output: bool, tensors: bool = False) -> None:
         return
     console = out()
     console.print(_table(plan, tensors))
+    for line in _totals(plan):
+        console.print(printable(line), markup=False, soft_wrap=True)
+
+
+def _totals(plan: Plan) -> Iterator[str]:
     ratio = plan.source_nbytes / max(1, plan.nbytes)
-    console.print(
+    yield (
         f"{plan.model}: {plan.nbytes / 1e9:.3f} GB of {plan.source_nbytes / 1e9:.3f} GB (1/{ratio:.2f}),"
         f" {plan.bits_per_weight:.3f} bits per weight over all tensors"
     )
-    console.print(f"predicted peak memory of quantize: {plan.peak_ram_bytes / 1e9:.2f} GB")
+    yield f"predicted peak memory of quantize: {plan.peak_ram_bytes / 1e9:.2f} GB"
     for name, size in plan.peak_parts.items():
-        console.print(f"  {size / 1e9:8.3f} GB  {name}")
-    console.print(f"disk: {plan.disk_bytes / 1e9:.2f} GB")
+        yield f"  {size / 1e9:8.3f} GB  {name}"
+    yield f"disk: {plan.disk_bytes / 1e9:.2f} GB"
     for note in plan.notes:
-        console.print(f"note: {note}", markup=False)
+        yield f"note: {note}"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -89,6 +100,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def _table(plan: Plan, tensors: bool) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for column in ("tensors", "role", "format", "passes", "rule"):
@@ -100,7 +112,8 @@ def _table(plan: Plan, tensors: bool) -> Any:
         elements = sum(t.elements for t in group)
         passes = "+".join(call.name for call in first.passes) or "-"
         figures = (f"{elements:,}", f"{nbytes:,}", f"{8 * nbytes / max(1, elements):.3f}")
-        table.add_row(label, first.role, first.format_label, passes, first.rule, *figures)
+        cells = (label, first.role, first.format_label, passes, first.rule, *figures)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 
@@ -111,4 +124,5 @@ def _rows(plan: Plan, tensors: bool) -> list[tuple[str, list[PlannedTensor]]]:
     groups: dict[tuple[Any, ...], list[PlannedTensor]] = defaultdict(list)
     for t in plan.tensors:
         groups[(t.role, t.format_label, tuple(call.name for call in t.passes), t.rule)].append(t)
-    return [(str(len(group)), group) for group in groups.values()]
+    ordered = sorted(groups.values(), key=lambda group: ROLES.index(group[0].role))
+    return [(str(len(group)), group) for group in ordered]
