@@ -1,16 +1,21 @@
 """Plans: first match wins, sizes exact, everything that does not fit at once."""
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from fixtures_codes import random_codes
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compressor.arch import families, find_family
+from compressor.arch import find_family
+from compressor.checkpoint.base import TensorInfo
 from compressor.core.spec import Spec
-from compressor.errors import CompressorError
-from compressor.export.compressed_tensors import encoded_nbytes
-from compressor.recipe.estimate import RunShape, artifact_nbytes
-from compressor.recipe.plan import make_plan, matches
-from compressor.recipe.schema import Rule, load_recipe, shipped_recipes
+from compressor.errors import CompressorError, Problems
+from compressor.export.compressed_tensors import encode
+from compressor.recipe.estimate import BASELINE_BYTES, RunShape, artifact_nbytes
+from compressor.recipe.matching import matches
+from compressor.recipe.plan import headers_from_config, make_plan
+from compressor.recipe.schema import Rule, load_recipe
 from compressor.recipe.written import Layers
 
 LLAMA_70B = {
@@ -65,25 +70,9 @@ def test_the_70b_recipe_has_its_honest_size():
 @pytest.mark.parametrize("scale_dtype", ["BF16", "F32"])
 def test_sizes_equal_what_is_written(bits, group, symmetric, scale_dtype):
     spec = Spec(bits, group, symmetric, scale_dtype)
-    assert artifact_nbytes(spec, 192, 576) == encoded_nbytes(spec, 192, 576)
-
-
-@pytest.mark.parametrize("name", sorted(shipped_recipes()))
-@pytest.mark.parametrize("config", [SMOLLM, LLAMA_70B], ids=["smollm", "70b"])
-def test_shipped_recipes_plan(name, config):
-    if config is SMOLLM and name in ("mixed_70b", "gptq_int4_g128"):
-        with pytest.raises(CompressorError, match="576 is not a multiple of group_size 128"):
-            plan(config, name)
-        return
-    found = plan(config, name)
-    assert found.nbytes < found.source_nbytes
-    assert found.quantized()
-
-
-@pytest.mark.parametrize("name", sorted(families()))
-def test_recipes_plan_on_every_family(name):
-    config = {**SMOLLM, "model_type": families()[name].model_types[0], "head_dim": 64}
-    assert len(plan(config, "int4").quantized()) == 210
+    for rows, columns in ((192, 576), (33, 192), (7, 64)):
+        parts = encode("x", random_codes(rows, columns, spec))
+        assert artifact_nbytes(spec, rows, columns) == sum(part.nbytes for part in parts.values())
 
 
 def test_indivisible_groups_come_all_at_once(tmp_path):
@@ -98,21 +87,111 @@ def test_indivisible_groups_come_all_at_once(tmp_path):
     assert "down_proj" not in text  # 1536 is a multiple of 128
 
 
-def test_rules_that_match_nothing(tmp_path):
+UNFIT = [
+    (
+        '{match: {modules: "*.down_pro"}, format: int8}',
+        "pattern '*.down_pro' matches nothing",
+        "did you mean '*.down_proj'?",
+    ),
+    (
+        '{match: {modules: "*.down_pro"}, format: keep}',
+        "pattern '*.down_pro' matches nothing",
+        "did you mean '*.down_proj'?",
+    ),
+    (
+        '{match: {modules: ["*.up_proj", model.layer.*.mlp.up_proj]}, format: int8}',
+        "pattern 'model.layer.*.mlp.up_proj' matches nothing",
+        "did you mean 'model.layers.*.mlp.up_proj'?",
+    ),
+    (
+        '{match: {modules: "re:zzz"}, format: int8}',
+        "pattern 're:zzz' matches nothing",
+        "modules end in down_proj, embed_tokens, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+    ),
+    (
+        '{match: {modules: "*.input_layernorm"}, format: keep}',
+        "pattern '*.input_layernorm' matches nothing",
+        "it fits only norms, biases and the like, which are always kept as stored",
+    ),
+    (
+        "{match: {role: attention, modules: model.embed_tokens}, format: int8}",
+        "matches nothing\n  got: role attention, modules model.embed_tokens",
+        "its conditions hold for no tensor together",
+    ),
+    (
+        "{match: lm_head, format: int8}",
+        "matches nothing\n  got: role lm_head",
+        "this model's head is its embedding table (tie_word_embeddings): leave the rule out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "problem", "way_out"), UNFIT)
+def test_a_rule_that_matches_nothing_says_why(tmp_path, written, problem, way_out):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"rules:\n  - {written}\n")
+    with pytest.raises(CompressorError) as caught:
+        plan(SMOLLM, path)
+    assert str(caught.value) == (
+        f"test: the recipe {path} does not fit this model\n- rule 1 (r.yaml:2): {problem}\n  try: {way_out}"
+    )
+
+
+@pytest.mark.parametrize(("layers", "got"), [("30", 30), ("[0, 31]", 31), ('"28-30"', 30)])
+def test_blocks_the_model_has_not(tmp_path, layers, got):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"rules:\n  - {{match: {{layers: {layers}}}, format: int8}}\n")
+    with pytest.raises(CompressorError) as caught:
+        plan(SMOLLM, path)
+    assert f"got: block {got}\n  expected: 0 to 29" in str(caught.value)
+
+
+def test_what_does_not_fit_comes_all_at_once(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(
         "rules:\n"
         '  - {match: {modules: "*.down_pro"}, format: int8}\n'
-        "  - {match: ffn, format: int8}\n"
+        "  - {match: ffn, format: {bits: 4, group_size: 1024}}\n"
         "  - {match: {role: ffn, layers: 0-3}, format: int8}\n"
         "  - {match: lm_head, format: fp16}\n"
     )
-    with pytest.raises(CompressorError) as caught:
+    with pytest.raises(Problems) as caught:
         plan(SMOLLM, path)
-    text = str(caught.value)
-    assert "rule 1 (r.yaml:2): pattern '*.down_pro' matches nothing\n  try: did you mean '*.down_proj'?" in text
-    assert "rule 3 (r.yaml:4): earlier rules take all 12 tensors it matches" in text
-    assert "rule 4" not in text
+    told = [str(problem).splitlines()[0] for problem in caught.value.problems]
+    assert told == [
+        "rule 1 (r.yaml:2): pattern '*.down_pro' matches nothing",
+        "rule 3 (r.yaml:4): earlier rules take all 12 tensors it matches",
+        *(
+            f"model.layers.*.mlp.{name}_proj (30 tensors): in_features {width} is not a multiple of"
+            " group_size 1024 in rule 2 (r.yaml:3)"
+            for name, width in (("gate", 576), ("up", 576), ("down", 1536))
+        ),
+    ]
+
+
+def test_keeping_a_head_that_is_tied_is_a_note(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "rules:\n"
+        "  - {match: lm_head, format: fp16}\n"
+        "  - {match: {modules: [lm_head, model.embed_tokens]}, format: keep}\n"
+        "  - {match: ffn, format: int8}\n"
+    )
+    assert plan(SMOLLM, path).notes == (
+        "rule 1 (r.yaml:2) matches nothing in this model: the head is the embedding table (tie_word_embeddings)",
+    )
+    assert plan({**SMOLLM, "tie_word_embeddings": False}, path).notes == (
+        "fp16 keeps tensors as they are stored: bf16",
+    )
+
+
+def test_a_section_for_a_tied_head_is_a_note(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("quantization_config:\n  lm_head: {precision: int8}\n  kv_cache: {precision: bf16}\n")
+    assert plan(SMOLLM, path).notes == (
+        "lm_head (r.yaml:2) matches nothing in this model: the head is the embedding table (tie_word_embeddings)",
+        "this recipe quantizes nothing",
+    )
 
 
 def rule(index, roles, layers):
@@ -144,22 +223,117 @@ def test_matching_is_what_it_says(conditions, layer, role):
         assert got == ((roles is None or role in roles) and layer in chosen)
 
 
-def test_the_first_match_wins(tmp_path):
+WRITTEN = st.tuples(
+    st.sampled_from(["attention", "ffn", "[attention, ffn]"]),
+    st.sampled_from(["0", "[1, 3]", '"2-4"', "{first: 2}", "{last: 1}", None]),
+    st.sampled_from(["q_proj", "*_proj", "up_proj", None]),
+    st.sampled_from(["int8", "fp16", "{bits: 3, group_size: 64}", "{bits: 4, group_size: 32}"]),
+)
+LAYER_SETS = {"0": {0}, "[1, 3]": {1, 3}, '"2-4"': {2, 3, 4}, "{first: 2}": {0, 1}, "{last: 1}": {4}}
+LABELS = {"int8": "int8 channel", "fp16": "bf16", "{bits: 3, group_size: 64}": "int3 g64"}
+LABELS["{bits: 4, group_size: 32}"] = "int4 g32"
+
+
+LINEARS = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "ffn": ("gate_proj", "up_proj", "down_proj")}
+
+
+def first_match(rules, role, leaf, layer):
+    """Index of the first rule whose conditions hold, or None."""
+    for index, (roles, layers, name, _) in enumerate(rules):
+        named = name in (None, leaf, "*_proj")
+        if role in roles and named and (layers is None or layer in LAYER_SETS[layers]):
+            return index
+    return None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(WRITTEN, min_size=1, max_size=4))
+def test_the_first_match_wins(tmp_path, rules):
+    path, lines = tmp_path / "r.yaml", ["rules:"]
+    for roles, layers, name, form in rules:
+        more = (f", layers: {layers}" if layers else "") + (f', modules: "*.{name}"' if name else "")
+        lines.append(f"  - {{match: {{role: {roles}{more}}}, format: {form}}}")
+    path.write_text("\n".join(lines))
+    expected = {
+        (layer, leaf): first_match(rules, role, leaf, layer)
+        for role, leaves in LINEARS.items()
+        for leaf in leaves
+        for layer in range(5)
+    }
+    if set(range(len(rules))) - set(expected.values()):
+        with pytest.raises(Problems, match=r"earlier rules take all|hold for no tensor together"):
+            plan({**SMOLLM, "num_hidden_layers": 5}, path)
+        return
+    for t in plan({**SMOLLM, "num_hidden_layers": 5}, path).tensors:
+        index = expected.get((t.layer, t.module.rpartition(".")[2]))
+        assert t.rule == ("no rule" if index is None else f"rule {index + 1} (r.yaml:{index + 2})")
+        assert t.format_label == ("bf16" if index is None else LABELS[rules[index][3]])
+
+
+def test_rules_are_named_where_they_stand(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(
         "rules:\n"
         "  - {match: {role: ffn, layers: {first: 2}}, format: int8}\n"
         '  - {match: {modules: "re:.*gate_proj$"}, format: {bits: 3, group_size: 64}}\n'
-        "  - {match: {role: [attention, ffn]}, format: {bits: 4, group_size: 64}}\n"
+        "\n"
+        "  - match: {role: [attention, ffn]}\n"
+        "    format: {bits: 4, group_size: 64}\n"
     )
-    labels = {t.module: t.format_label for t in plan(SMOLLM, path).tensors}
-    assert labels["model.layers.1.mlp.gate_proj"] == "int8 channel"
-    assert labels["model.layers.2.mlp.gate_proj"] == "int3 g64"
-    assert labels["model.layers.2.mlp.up_proj"] == "int4 g64"
-    assert labels["model.embed_tokens"] == "bf16"
+    rules = {t.module: t.rule for t in plan(SMOLLM, path).tensors}
+    assert rules["model.layers.1.mlp.gate_proj"] == "rule 1 (r.yaml:2)"
+    assert rules["model.layers.2.mlp.gate_proj"] == "rule 2 (r.yaml:3)"
+    assert rules["model.layers.2.mlp.up_proj"] == "rule 3 (r.yaml:5)"
+    assert rules["model.embed_tokens"] == "no rule"
+
+
+@pytest.mark.parametrize(("written", "scales"), [("bfloat16", "BF16"), ("float16", "F16"), ("float32", "F16")])
+def test_scales_follow_the_model(written, scales):
+    found = plan({**SMOLLM, "dtype": written}, "int4")
+    assert {t.spec.scale_dtype for t in found.quantized()} == {scales}
+    assert found.source_nbytes == 134515008 * (4 if written == "float32" else 2)
+
+
+def test_tensors_no_family_names_are_kept():
+    family = find_family(SMOLLM, "test")
+    headers = headers_from_config(SMOLLM, family)
+    headers["lm_head.weight"] = replace(headers["model.embed_tokens.weight"], name="lm_head.weight")
+    headers["model.rotary.inv_freq"] = TensorInfo("model.rotary.inv_freq", "F32", (32,), 128, "x")
+    recipe = load_recipe("int4")
+    found = make_plan(
+        label="t", config=SMOLLM, family=family, tensors=headers, recipe=recipe, run=RunShape()
+    ).tensors
+    assert [(t.name, t.role, t.nbytes) for t in found[-2:]] == [
+        ("lm_head.weight", "other", 2 * 49152 * 576),
+        ("model.rotary.inv_freq", "other", 128),
+    ]
 
 
 def test_peak_memory_lists_its_parts():
     found = plan(LLAMA_70B, "gptq_int4_g128")
     assert sum(found.peak_parts.values()) == found.peak_ram_bytes
-    assert found.peak_parts["Hessians of one block"] == 4 * (3 * 8192**2 + 28672**2)
+    block = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+    assert dict(found.peak_parts) == {
+        "interpreter and libraries": BASELINE_BYTES,
+        "embedding or head, as stored": 2 * 128256 * 8192,
+        "one block (float32, and as stored)": 6 * block,
+        "Hessians of one block": 4 * (3 * 8192**2 + 28672**2),
+        "rounding the largest tensor": 4 * (4 * 8192 * 28672 + 3 * 28672**2),
+        "hidden states": 4 * 128 * 512 * 8192,
+        "activations of one batch": 4 * 2048 * (4 * 8192 + 3 * 28672),
+    }
+    assert found.disk_bytes == found.nbytes + 2 * 4 * 128 * 512 * 8192 + 50_000_000
+
+
+def test_rounding_to_nearest_needs_no_hessians():
+    parts = plan(LLAMA_70B, "int8").peak_parts
+    assert parts["Hessians of one block"] == 0
+    assert parts["rounding the largest tensor"] == 16 * 8192 * 28672
+
+
+def test_a_quantized_head_counts(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("rules:\n  - {match: lm_head, format: int8}\n")
+    parts = plan(LLAMA_70B, path).peak_parts
+    assert parts["Hessians of one block"] == 0
+    assert parts["rounding the largest tensor"] == 4 * (4 * 128256 * 8192 + 3 * 8192**2)

@@ -1,9 +1,12 @@
 """Recipes: every mistake at once, with its line and a suggestion."""
 
+import re
+
 import pytest
 
 from compressor.errors import CompressorError, Problems
-from compressor.recipe.schema import load_recipe, shipped_recipes, unavailable
+from compressor.recipe.formats import PRESETS
+from compressor.recipe.schema import load_recipe, unavailable
 from compressor.recipe.written import parse_range
 
 
@@ -54,12 +57,97 @@ def test_the_default_pass_is_gptq_with_its_defaults(tmp_path):
 
 
 def test_several_mistakes_come_at_once_with_lines(tmp_path):
-    text = "rules:\n  - match: {role: atention}\n    formt: int4\n    format: int4\n  - match: ffn\n"
+    text = """\
+rules:
+  - match: fnn
+    formt: int4
+    format: int44
+    passes: [{gptq: {dmap: 1}}, gtpq]
+  - match: {role: ffn, layrs: 3}
+    format: {bits: '4', group_size: 64}
+  - match: ffn
+  - ffn
+nme: mine
+"""
+    path = tmp_path / "r.yaml"
+    formats = "int2, int3, int4, int4_asym, int5, int6, int7, int8, w4a16, w8a16, fp16, bf16, float, keep"
+    assert (
+        message(tmp_path, text).replace(f"{path}", "r.yaml")
+        == f"""\
+r.yaml: not a valid recipe
+- r.yaml:2: unknown role 'fnn'
+  expected: embedding, attention, ffn, lm_head
+  try: did you mean 'ffn'?
+- r.yaml:3: unknown key 'formt'
+  try: did you mean 'format'?
+- r.yaml:4: unknown format 'int44'
+  expected: {formats}
+  try: did you mean 'int4'?
+- r.yaml:5: gptq: unknown option 'dmap'
+  try: did you mean 'damp'?
+- r.yaml:5: unknown pass 'gtpq'
+  expected: gptq, ptq_symmetric
+  try: did you mean 'gptq'?
+- r.yaml:6: unknown key 'layrs'
+  try: did you mean 'layers'?
+- r.yaml:7: rule 2: format.bits: Input should be a valid integer
+  got: '4'
+- r.yaml:8: rule 3: key 'format' is missing
+- r.yaml:9: rule 4: Input should be a valid dictionary
+  got: 'ffn'
+- r.yaml:10: unknown key 'nme'
+  try: did you mean 'name'?"""
+    )
+
+
+def test_mistakes_in_the_short_form_come_at_once(tmp_path):
+    text = """\
+quantization_config:
+  ffn_layer: {precision: int8}
+  lm_head: {precision: int9, method: gtpq}
+  attention_layers: {precison: int4}
+  embedding_layer: {precision: fp16, group_size: 3}
+  kv_cache: {precision: int3}
+"""
+    lines = message(tmp_path, text).replace(f"{tmp_path}/", "").splitlines()
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- r.yaml:2: unknown key 'ffn_layer'",
+        "- r.yaml:3: unknown method 'gtpq'",
+        "- r.yaml:3: unknown format 'int9'",
+        "- r.yaml:4: quantization_config.attention_layers: key 'precision' is missing",
+        "- r.yaml:4: unknown key 'precison'",
+        "- r.yaml:5: fp16 takes no group_size",
+        "- r.yaml:6: unknown precision 'int3'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ("a: " + "[" * 100_000, 1, "nested more than 20 deep"),
+        ("a: 1\nb: " + "9" * 5000, 2, "not a value of its type: '99999"),
+        ("\n\na: 2024-99-99\n", 3, "not a value of its type: '2024-99-99'"),
+        ("a: !!int abc\n", 1, "not a value of its type: 'abc'"),
+        ("a: !!timestamp abc\n", 1, "not a value of its type: 'abc'"),
+        ("a: !!python/object/apply:os.system [ls]\n", 1, "could not determine a constructor for the tag"),
+        ("? [a, b]\n: x\n", 1, "found unhashable key"),
+        ("a: 1\n---\nb: 2\n", 2, "another document"),
+        ("a: &x [1]\nb: *x\n", 2, "anchors and aliases are not allowed"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_hostile_yaml_is_refused_with_its_line(tmp_path, text, line, why):
     found = message(tmp_path, text)
-    assert "r.yaml:3: unknown key 'formt'\n  try: did you mean 'format'?" in found
-    assert "r.yaml:2" in found
-    assert "did you mean 'attention'?" in found
-    assert "r.yaml:5: rule 2: key 'format' is missing" in found
+    assert f"r.yaml:{line}: not valid YAML\n  got: " in found
+    assert why in found
+
+
+def test_a_file_that_is_no_recipe(tmp_path):
+    assert "at most 1000000 bytes" in message(tmp_path, "#" * 1_000_001)
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(CompressorError, match="cannot be read as a recipe"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +164,25 @@ def test_several_mistakes_come_at_once_with_lines(tmp_path):
         ("rules:\n  - {match: ffn, format: int4, passes: [gptq, ptq_symmetric]}\n", "rounded once"),
         ("rules:\n  - {match: ffn, format: int4_asym, passes: [ptq_symmetric]}\n", "symmetric formats only"),
         ("rules:\n  - {match: {layers: 5-x}, format: int4}\n", "10-20"),
+        ("rules:\n  - {match: {layers: 0-99999999999999999999}, format: int4}\n", "10-20"),
+        ("rules:\n  - {match: {layers: true}, format: int4}\n", "a number, a list of numbers"),
+        ("rules:\n  - {match: {layers: {}}, format: int4}\n", "first or last is missing"),
+        ("rules:\n  - {match: {layers: [-1]}, format: int4}\n", "greater than or equal to 0"),
+        ("rules:\n  - {match: {role: []}, format: int4}\n", "at least 1 item"),
+        ("rules:\n  - {match: {modules: []}, format: int4}\n", "at least 1 item"),
+        ("rules:\n  - {match: {}, format: int4}\n", "role, modules or layers is missing"),
+        ("rules:\n  - {match: {modules: 're:*x('}, format: int4}\n", "'re:*x(' is no regular expression"),
+        ("rules:\n  - {match: ffn, format: int4, passes: []}\n", "no pass rounds the weight"),
+        ("rules:\n  - {match: ffn, format: int4, passes: [{gptq: {}, awq: {}}]}\n", "one pass per list item"),
+        ("rules:\n  - {match: ffn, format: int4, passes: [3]}\n", "a pass is a name"),
+        (
+            "rules:\n  - {match: ffn, format: int4, passes: [{gptq: {damp: 2}}]}\n",
+            "gptq: damp: Input should be less",
+        ),
+        ("rules:\n  - {match: ffn, format: {bits: 4, scale_dtype: BF16}}\n", "did you mean 'bf16'?"),
+        ("quantization_config: {}\n", "at least one section is wanted"),
+        ("quantization_config: {lm_head: {precision: fp16}}\nrules: []\n", "unknown key 'rules'"),
+        ("1: x\nrules:\n  - {match: ffn, format: int4}\n", "Keys should be strings"),
         ("rules: []\n", "at least 1 item"),
         ("rules:\n  - {match: ffn, format: int4}\nname: a\nname: b\n", "r.yaml:4: key 'name' stands twice"),
         ("rules: [\n", "r.yaml:2: not valid YAML"),
@@ -112,7 +219,45 @@ def test_substitutions_make_it_runnable():
 
 
 def test_a_substitution_of_something_absent_is_an_error(tmp_path):
-    assert "does not use awq" in message(tmp_path, LONG, awq="gptq")
+    told = message(tmp_path, LONG, awq="gptq", kv_cache="fp16").replace(str(tmp_path), "")
+    assert "- --substitute awq=gptq: /r.yaml does not use awq\n" in told
+    assert told.endswith("- --substitute kv_cache=fp16: /r.yaml does not use kv_cache")
+
+
+def test_substitutes_are_checked_too(tmp_path):
+    text = "rules:\n  - {match: ffn, format: int4_asym, passes: [awq]}\n"
+    assert "r.yaml:2: unknown pass 'gtpq'" in message(tmp_path, text, awq="gtpq")
+    assert "ptq_symmetric rounds symmetric formats only" in message(tmp_path, text, awq="ptq_symmetric")
+    with pytest.raises(CompressorError, match="expected: fp16 or bf16"):
+        load_recipe("mixed_70b", {"kv_cache": "int4"})
+
+
+def test_a_substitute_that_is_named_anyway_runs_once(tmp_path):
+    text = "rules:\n  - {match: ffn, format: int4, passes: [awq, {gptq: {damp: 0.5}}]}\n"
+    (rule,) = load_recipe(write(tmp_path, text), {"awq": "gptq"}).rules
+    assert [(call.name, call.options["damp"]) for call in rule.passes] == [("gptq", 0.5)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_spell_formats(tmp_path, preset):
+    (rule,) = load_recipe(write(tmp_path, f"rules:\n  - {{match: ffn, format: {preset}}}\n")).rules
+    bits = int(re.search(r"\d", preset)[0])
+    group = -1 if bits == 8 else 64 if bits < 4 else 128
+    assert rule.format == {
+        "bits": bits,
+        "group_size": group,
+        "symmetric": not preset.endswith("asym"),
+        "scale_dtype": None,
+    }
+
+
+def test_the_short_form_takes_sizes(tmp_path):
+    text = "quantization_config:\n  ffn_layers: {precision: int4, method: gptq, group_size: 32, symmetric: false}\n"
+    (rule,) = load_recipe(write(tmp_path, text)).rules
+    assert (rule.where, rule.roles) == ("ffn_layers (r.yaml:2)", ("ffn",))
+    assert rule.format == {"bits": 4, "group_size": 32, "symmetric": False, "scale_dtype": None}
+    text = text.replace("gptq", "ptq_symmetric")
+    assert "r.yaml:2: ptq_symmetric rounds symmetric formats only" in message(tmp_path, text)
 
 
 def test_the_canonical_form_ignores_layout(tmp_path):
@@ -131,12 +276,6 @@ def test_ranges():
     assert parse_range("10-12") == range(10, 13)
     assert parse_range("12-10") is None
     assert parse_range("x-3") is None
-
-
-def test_every_shipped_recipe_loads():
-    assert len(shipped_recipes()) >= 6
-    for path in shipped_recipes().values():
-        assert load_recipe(path).rules
 
 
 def test_problems_is_what_several_mistakes_raise(tmp_path):
