@@ -95,16 +95,27 @@ def plan_model(
     path = Path(model)
     has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.suffix != ".json"
     if has_weights:
-        return prepare(job).plan
+        ready = prepare(job)
+        return _with_limits(ready.plan, ready.family.tied(ready.checkpoint.config))
     label, config = open_config(path)
-    return make_plan(
+    family = _checked_family(config, label)
+    plan = make_plan(
         label=label,
         config=config,
-        family=_checked_family(config, label),
+        family=family,
         tensors=None,
         recipe=load_recipe(recipe, substitutions),
         run=RunShape(samples, sequence_length),
     )
+    return _with_limits(plan, family.tied(config))
+
+
+def _with_limits(plan: Plan, tied: bool) -> Plan:
+    """The plan, with what the artifact's format cannot hold as notes: ``quantize`` would refuse it."""
+    from compressor.export.compressed_tensors import check_plan
+
+    refused = tuple(f"quantize will refuse this: {problem}" for problem in check_plan(plan.tensors, tied))
+    return replace(plan, notes=(*plan.notes, *refused))
 
 
 def _checked_family(config: Mapping[str, Any], label: str) -> Family:

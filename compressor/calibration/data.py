@@ -11,12 +11,12 @@ import hashlib
 import json
 import random
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import CompressorError, Problems
+from compressor.shipped import shipped_folder
 
 if TYPE_CHECKING:
     import torch
@@ -47,16 +47,9 @@ class TokenSet:
     notes: list[str] = field(default_factory=list)
 
 
-def bundled_folder() -> Path:
-    """Where the bundled sets are: the checkout, or an installation's share folder."""
-    checkout = Path(__file__).parents[2] / "calibration_data"
-    installed = Path(sys.prefix) / "share" / "compressor" / "calibration_data"
-    return checkout if checkout.is_dir() else installed
-
-
 def bundled_names() -> list[str]:
     """Names of the bundled calibration sets (the evaluation set is not among them)."""
-    return sorted(path.stem for path in bundled_folder().glob("*.txt") if path.stem != HELD_OUT)
+    return sorted(path.stem for path in shipped_folder("calibration_data").glob("*.txt") if path.stem != HELD_OUT)
 
 
 def bundled_text(name: str) -> str:
@@ -65,7 +58,7 @@ def bundled_text(name: str) -> str:
     Raises:
         CompressorError: no such set.
     """
-    path = bundled_folder() / f"{name}.txt"
+    path = shipped_folder("calibration_data") / f"{name}.txt"
     if not path.is_file():
         raise CompressorError(f"{name}: no such bundled text", expected=", ".join([*bundled_names(), HELD_OUT]))
     return path.read_bytes().decode("utf-8")

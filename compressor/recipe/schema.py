@@ -7,7 +7,6 @@ in ``resolve``.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,25 +16,14 @@ from compressor.recipe.resolve import Resolver
 from compressor.recipe.rules import LATER, Recipe, Rule, unavailable
 from compressor.recipe.written import RecipeModel, ShortRecipeModel
 from compressor.recipe.yamlmarks import load_yaml
+from compressor.shipped import shipped_folder
 
 __all__ = ["LATER", "Recipe", "Rule", "find_recipe", "load_recipe", "shipped_recipes", "unavailable"]
 
 
-def recipe_folders() -> list[Path]:
-    """Where shipped recipes live: the checkout, or an installation's share folder."""
-    checkout = Path(__file__).parents[2] / "recipes"
-    user = sysconfig.get_preferred_scheme("user")
-    installed = [Path(sysconfig.get_path("data")), Path(sysconfig.get_path("data", user))]
-    return [checkout, *(data / "share" / "compressor" / "recipes" for data in installed)]
-
-
 def shipped_recipes() -> dict[str, Path]:
     """Shipped recipes by name."""
-    for folder in recipe_folders():
-        found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-        if found:
-            return found
-    return {}
+    return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.yaml"))}
 
 
 def find_recipe(source: str) -> Path:
