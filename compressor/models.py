@@ -7,17 +7,23 @@ from compressor.checkpoint.reader import open_checkpoint
 from compressor.errors import CompressorError
 
 
-def open_model(source: str) -> Checkpoint:
+def open_model(source: str, *, exact: bool = False) -> Checkpoint:
     """A readable model; a compressed-tensors directory reads as its dequantized floats.
+
+    Args:
+        source: What the user named.
+        exact: Read a .gguf file's own values rather than those rounded to the dtype ``quantize`` would
+            start from (``demo`` always stands for the latter).
 
     Raises:
         CompressorError: nothing there, not a model, damaged, or quantized in a format we do not read.
     """
     checkpoint = open_checkpoint(source)
-    quantized = checkpoint.config.get("quantization_config")
-    if quantized is None:
+    if exact and source != "demo" and hasattr(checkpoint, "exact"):
+        checkpoint.exact = True
+    method = _method(checkpoint, source)
+    if method is None:
         return checkpoint
-    method = quantized.get("quant_method")
     if method != "compressed-tensors":
         raise CompressorError(
             f"{source}: quantized in a format that is not read yet",
@@ -37,8 +43,7 @@ def open_source(source: str) -> Checkpoint:
         CompressorError: as open_model, or the model is already quantized.
     """
     checkpoint = open_checkpoint(source)
-    if "quantization_config" in checkpoint.config:
-        method = checkpoint.config["quantization_config"].get("quant_method")
+    if (method := _method(checkpoint, source)) is not None:
         raise CompressorError(
             f"{source}: already quantized",
             got=f"config.json has a quantization_config ({method})",
@@ -46,3 +51,19 @@ def open_source(source: str) -> Checkpoint:
             hint="quantize the original model; `compress export` converts this one",
         )
     return checkpoint
+
+
+def _method(checkpoint: Checkpoint, source: str) -> str | None:
+    """``quant_method`` of config.json, None for a float model.
+
+    Raises:
+        CompressorError: the section is no section.
+    """
+    section = checkpoint.config.get("quantization_config")
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise CompressorError(
+            f"{source}: quantization_config in config.json is not an object", got=repr(section)[:60]
+        )
+    return str(section.get("quant_method"))

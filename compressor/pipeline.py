@@ -16,8 +16,9 @@ from compressor import __version__
 from compressor.arch import find_family
 from compressor.arch.base import Family
 from compressor.checkpoint.base import Checkpoint
+from compressor.checkpoint.files import file_sha256
 from compressor.checkpoint.reader import check_against_family, expected_tensors, open_config
-from compressor.checkpoint.writer import RunDirectory, check_free_space
+from compressor.checkpoint.writer import RunDirectory, check_free_space, check_side_names
 from compressor.core.plan import Plan, PlannedTensor
 from compressor.core.report import Progress, Report, no_progress
 from compressor.errors import CompressorError, Problems
@@ -69,6 +70,7 @@ def prepare(job: Job) -> Prepared:
     """
     recipe = load_recipe(job.recipe, job.substitutions)
     checkpoint = open_source(job.model)
+    _check_place(job.out, checkpoint)
     family = find_family(checkpoint.config, job.model)
     check_against_family(checkpoint, family)
     plan = make_plan(
@@ -80,6 +82,19 @@ def prepare(job: Job) -> Prepared:
         run=RunShape(job.samples, job.sequence_length),
     )
     return Prepared(job, checkpoint, family, recipe, plan)
+
+
+def _check_place(out: Path, checkpoint: Checkpoint) -> None:
+    """An artifact inside the model's own directory would become part of the model.
+
+    Raises:
+        CompressorError: ``out`` is the model, or lies in it.
+    """
+    model, place = checkpoint.path.resolve(), out.resolve()
+    if out != Path() and (place == model or model in place.parents):
+        raise CompressorError(
+            f"--out {out}: lies inside the model {checkpoint.label}", hint="choose another directory"
+        )
 
 
 def plan_model(
@@ -114,7 +129,7 @@ def _with_limits(plan: Plan, tied: bool) -> Plan:
     """The plan, with what the artifact's format cannot hold as notes: ``quantize`` would refuse it."""
     from compressor.export.compressed_tensors import check_plan
 
-    refused = tuple(f"quantize will refuse this: {problem}" for problem in check_plan(plan.tensors, tied))
+    refused = tuple(f"quantize will refuse this: {problem.what}" for problem in check_plan(plan.tensors, tied))
     return replace(plan, notes=(*plan.notes, *refused))
 
 
@@ -138,14 +153,30 @@ def check_runnable(ready: Prepared) -> None:
     tied = ready.family.tied(ready.checkpoint.config)
     problems = list(unavailable(ready.recipe))
     problems += compressed_tensors.check_plan(ready.plan.tensors, tied)
+    problems += check_side_names(ready.checkpoint.side_files())
     unknown = [name for name in ready.job.exports if name not in EXPORTS]
     problems += [
         CompressorError(f"--export {name}: unknown format", expected=", ".join(EXPORTS)) for name in unknown
     ]
     if "gguf" in ready.job.exports:
         problems += gguf.check(ready.checkpoint, ready.family)
+        problems += _gguf_floats(ready.plan) if ready.job.strict else []
     if problems:
         raise Problems(f"{ready.checkpoint.label} cannot be quantized this way", problems)
+
+
+def _gguf_floats(plan: Plan) -> list[CompressorError]:
+    """Matrices whose codes no ggml block holds: they would be written as floats."""
+    from compressor.export.gguf_codes import grid_obstacle
+
+    reasons = {t.name: grid_obstacle(t.spec, t.shape[1]) for t in plan.tensors if t.spec is not None}
+    return [
+        CompressorError(
+            f"{name}: {reason}; gguf would hold it as floats", hint="run without --strict to accept this"
+        )
+        for name, reason in reasons.items()
+        if reason is not None
+    ]
 
 
 def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Report]:
@@ -171,7 +202,6 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
     report = _new_report(ready, tokens)
     with RunDirectory.open(job.out, _run_key(ready, tokens), fresh=job.fresh) as run:
         if run.already_done:
-            report.note(f"{job.out} already holds this run: nothing to do")
             return ready, _stored_report(job.out, report)
         check_free_space(job.out, ready.plan.disk_bytes)
         check_finite(ready.checkpoint, progress)
@@ -248,13 +278,23 @@ def _new_report(ready: Prepared, tokens: TokenSet) -> Report:
 
 def _stored_report(out: Path, report: Report) -> Report:
     """The per-tensor facts of a run finished earlier."""
-    report.tensors = json.loads((out / "report.json").read_text())["tensors"]
+    stored = json.loads((out / "report.json").read_text())
+    report.tensors = stored["tensors"]
+    for event in stored["events"]:
+        if event["degraded"]:
+            report.degrade(event["message"], event["tensor"])
+        elif event["tensor"]:
+            report.note(event["message"], event["tensor"])
+    report.note(f"{out} already holds this run: nothing to do")
     return report
 
 
 def _run_key(ready: Prepared, tokens: TokenSet) -> dict[str, str]:
     """Everything the bytes of the artifact depend on, by the name a user knows it under."""
+    import numpy
     import torch
+
+    from compressor.calibration.linear import onednn_is_faster
 
     recipe = json.dumps(ready.recipe.canonical(), sort_keys=True)
     return {
@@ -266,8 +306,20 @@ def _run_key(ready: Prepared, tokens: TokenSet) -> dict[str, str]:
         "seed": str(ready.job.seed),
         "device": ready.job.device,
         "threads": str(torch.get_num_threads()),
+        "side files": _side_digest(ready.checkpoint),
+        "libraries": f"torch {torch.__version__}, numpy {numpy.__version__}",
+        "processor": torch.backends.cpu.get_cpu_capability() + (", oneDNN" if onednn_is_faster() else ""),
         "version": __version__,
     }
+
+
+def _side_digest(checkpoint: Checkpoint) -> str:
+    """sha256 over names and contents of everything copied beside the weights."""
+    digest = hashlib.sha256()
+    for name, source in sorted(checkpoint.side_files().items()):
+        content = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else file_sha256(source)
+        digest.update(f"{name} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def _gather_facts(ready: Prepared, run: RunDirectory, report: Report) -> None:
@@ -277,6 +329,10 @@ def _gather_facts(ready: Prepared, run: RunDirectory, report: Report) -> None:
             report.tensors[name] = facts
             for sentence in facts["degraded"]:
                 report.degrade(sentence, name)
+            if facts.get("damp", 0) and facts["damp"] > facts["damp_asked"]:
+                report.note(f"damp raised from {facts['damp_asked']} to {facts['damp']:.3g}", name)
+            if facts.get("rounding") == "rtn" and not facts["degraded"]:
+                report.note("round to nearest was better than GPTQ here and was kept", name)
 
 
 def _finish(ready: Prepared, run: RunDirectory, report: Report) -> None:

@@ -28,8 +28,8 @@ def find_family(config: Config, label: str) -> Family:
     """
     model_type = config.get("model_type")
     known = {t: family for family in families().values() for t in family.model_types}
-    if model_type in known:
-        return known[str(model_type)]
+    if isinstance(model_type, str) and model_type in known:
+        return known[model_type]
     close = difflib.get_close_matches(str(model_type), known, n=1)
     raise CompressorError(
         f"{label}: unknown architecture",

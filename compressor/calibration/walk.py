@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
@@ -111,8 +112,12 @@ class Walk:
             streams[index] = self._call(block, layer, hidden)
 
     @torch.inference_mode()
-    def collect(self, block: nn.Module, layer: int, streams: list[torch.Tensor]) -> dict[str, LayerStats]:
-        """Input statistics of every linear of a block, by name inside it (``self_attn.q_proj``).
+    def collect(
+        self, block: nn.Module, layer: int, streams: list[torch.Tensor], wanted: Collection[str] | None = None
+    ) -> dict[str, LayerStats]:
+        """Input statistics of linears of a block, by name inside it (``self_attn.q_proj``).
+
+        ``wanted`` limits it to the linears named; None means all.
 
         Linears that read the same tensor (``Family.inputs``) share one LayerStats object. The streams
         are not advanced. Batches carry no padding, so every position counts.
@@ -120,6 +125,8 @@ class Walk:
         stats: dict[str, LayerStats] = {}
         hooks = []
         for group in self.family.inputs:
+            if wanted is not None and not set(group) & set(wanted):
+                continue
             first = block.get_submodule(group[0])
             shared = LayerStats.empty(int(first.in_features), self.device)  # type: ignore[arg-type]
             stats.update(dict.fromkeys(group, shared))

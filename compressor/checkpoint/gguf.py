@@ -35,10 +35,16 @@ class _Source:
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF whose family we know. Quantized weights are presented as BF16, rounded once."""
+    """A GGUF whose family we know. Quantized weights are presented as BF16, rounded once.
+
+    Attributes:
+        exact: Let ``read`` give the file's own values, not rounded to the presented dtype: what an
+            engine computes with. For scoring and comparing; a model to quantize is read as presented.
+    """
 
     def __init__(self, path: Path, label: str | None = None) -> None:
         self.label, self.path = label or str(path), path
+        self.exact = False
         self._header = scan_gguf(path)
         family = find_gguf_family(self._header, path)
         dtype = _presented_dtype(self._header, path)
@@ -78,7 +84,7 @@ class GgufCheckpoint(Checkpoint):
         """Float32 in its shape, every value representable in the presented dtype."""
         source, info = self._sources[name], self.tensors[name]
         values = _dequantize(source.tensor, self.path)
-        if info.stored_as is not None:
+        if info.stored_as is not None and not self.exact:
             values = round_to_dtype(values, info.dtype)
         if source.heads:
             values = unpermute(values, source.heads)

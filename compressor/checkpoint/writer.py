@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -64,6 +64,18 @@ def partial_of(out: Path) -> Path:
     """Where a run lives until it is finished."""
     out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link named OUT
     return out.with_name(out.name + ".partial")
+
+
+def check_side_names(names: Iterable[str]) -> list[CompressorError]:
+    """Names of model files that an artifact cannot hold: ours, or outside the directory."""
+    problems = []
+    for name in names:
+        parts = PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or name in _OURS or parts.parts[0] == STATE:
+            problems.append(
+                CompressorError(f"{name}: a model file must not have this name", hint="rename or remove it")
+            )
+    return problems
 
 
 class RunDirectory:
@@ -284,9 +296,8 @@ class RunDirectory:
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
     def _write_side_file(self, name: str, source: Path | bytes) -> None:
-        parts = PurePosixPath(name)
-        if parts.is_absolute() or ".." in parts.parts or name in _OURS or parts.parts[0] == STATE:
-            raise CompressorError(f"{name}: a model file must not have this name")
+        for problem in check_side_names([name]):
+            raise problem
         target = self.partial / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(source, bytes):

@@ -59,11 +59,13 @@ def main() -> None:
     try:
         app()
     except CompressorError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: finished blocks are kept; the same command goes on from there\n")
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        _fail(str(error), error.exit_code)
+    except MemoryError:
+        _fail("out of memory; `compress plan` predicts what a run needs (fewer --samples need less)", 2)
+    except OSError as error:
+        _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 2)
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(code)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from compressor.core.report import Progress, no_progress
+from compressor.core.report import Progress, Report, no_progress
 
 
 def print_json(data: Any) -> None:
@@ -38,6 +38,13 @@ def say(message: str) -> None:
 def printable(text: str) -> str:
     """A name or value from a file, safe for a terminal: control characters shown as escapes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def print_events(report: Report) -> None:
+    """Every degradation and note of a report, one line each on stderr."""
+    for event in report.events:
+        where = f"{event.tensor}: " if event.tensor else ""
+        say(f"{'degraded' if event.degraded else 'note'}: {where}{event.message}")
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def _run(
 
     check_device(device)
     content = read_text(text)
-    model = open_model(target)
+    model = open_model(target, exact=True)
     base = open_model(reference) if reference else None
     ids, bos = encode_text(load_tokenizer(base or model), content)
     windows = make_windows(ids, context=context, chunks=chunks, protocol=protocol, bos=bos, label=text)

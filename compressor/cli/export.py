@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.console import print_json, progress_bar, say
+from compressor.cli.console import print_events, print_json, progress_bar
 
 
 def export(
@@ -46,7 +46,5 @@ def export(
     if json_output:
         print_json({"out": str(out), "format": format_name, **facts, **report.to_json()})
         return
-    for event in report.events:
-        where = f"{event.tensor}: " if event.tensor else ""
-        say(f"{'degraded' if event.degraded else 'note'}: {where}{event.message}")
+    print_events(report)
     print(f"{out}: {format_name}, read back and proved equal")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compressor.cli.console import print_json, progress_bar, say
+from compressor.cli.console import print_events, print_json, progress_bar, say
 from compressor.cli.substitutions import parse_substitutions
 
 if TYPE_CHECKING:
@@ -87,7 +87,11 @@ def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
 
     started = time.monotonic()
     with progress_bar() as progress:
-        ready, report = run(job, progress)
+        try:
+            ready, report = run(job, progress)
+        except KeyboardInterrupt:
+            say("interrupted: finished blocks are kept, the same command goes on from there")
+            raise
         exported = {}
         for name in job.exports:
             target = export_path(job.out, name)
@@ -97,8 +101,10 @@ def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
     summary = _summary(job, ready, report, exported, time.monotonic() - started)
     if json_output:
         print_json(summary)
-    elif not quiet:
-        _print_summary(summary, report)
+    else:
+        print_events(report)
+        if not quiet:
+            _print_summary(summary)
     return summary
 
 
@@ -130,10 +136,7 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _print_summary(summary: dict[str, Any], report: Report) -> None:
-    for event in report.events:
-        where = f"{event.tensor}: " if event.tensor else ""
-        say(f"{'degraded' if event.degraded else 'note'}: {where}{event.message}")
+def _print_summary(summary: dict[str, Any]) -> None:
     size, source = summary["bytes"] / 1e6, summary["source_bytes"] / 1e6
     print(
         f"{summary['out']}: {summary['tensors_quantized']} tensors quantized, {size:.1f} of {source:.1f} MB"

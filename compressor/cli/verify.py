@@ -53,7 +53,7 @@ def _verify(path: str, against: str | None) -> Verification:
     if broken := check_files(Path(path)):
         return Verification(problems=broken)
     try:
-        target = open_model(path)
+        target = open_model(path, exact=True)
     except Problems as error:
         return Verification(problems=[str(problem).replace("\n ", ";") for problem in error.problems])
     with progress_bar() as progress:

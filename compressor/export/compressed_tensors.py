@@ -198,6 +198,8 @@ def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_prog
     The artifact is in this format already: its parts are copied from mapped files, none is rounded again.
     The directory grows as ``OUT.export.partial`` and takes its name when proved.
 
+    An ``out`` that already holds exactly this export (proved the same way) is left as it is.
+
     Returns:
         Facts: ``tensors``, ``quantized``, ``shards``, ``bytes`` of all tensors.
 
@@ -206,7 +208,7 @@ def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_prog
         GateFailed: what was read back differs from what was to be written.
     """
     if out.exists() or out.is_symlink():
-        raise CompressorError(f"{out}: already exists", hint="choose another --out, or remove it first")
+        return _already_exported(artifact, out, progress)
     needed = sum(info.nbytes for info in artifact.source.tensors.values())
     check_free_space(out, needed)
     partial = out.with_name(f"{out.name}.export.partial")
@@ -226,6 +228,23 @@ def export(artifact: ArtifactCheckpoint, out: Path, progress: Progress = no_prog
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {**facts, "shards": len(shards)}
+
+
+def _already_exported(artifact: ArtifactCheckpoint, out: Path, progress: Progress) -> dict[str, Any]:
+    """Facts of an ``out`` that holds this very export.
+
+    Raises:
+        CompressorError: it holds anything else; it is left untouched.
+    """
+    try:
+        facts = _prove(artifact, out, progress)
+    except CompressorError as error:
+        raise CompressorError(
+            f"{out}: already exists and is not this export",
+            got=error.what,
+            hint="choose another --out, or remove it first",
+        ) from error
+    return {**facts, "shards": len(list(out.glob("*.safetensors")))}
 
 
 def _write_shards(artifact: ArtifactCheckpoint, folder: Path, progress: Progress) -> dict[str, list[str]]:

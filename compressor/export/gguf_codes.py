@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor.checkpoint.base import TensorInfo
+from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
 from compressor.kernels import ggml
 
@@ -46,13 +47,19 @@ def _closest_float(tensor: QTensor) -> str:
     return "F16" if largest < _LARGEST_HALF else "BF16"
 
 
-def _obstacle(tensor: QTensor) -> str | None:
-    """Why no ggml block can hold these codes, or None."""
-    columns = tensor.shape[1]
+def grid_obstacle(spec: Spec, columns: int) -> str | None:
+    """Why no ggml block can hold codes of this format and width, or None; known before any work."""
     if columns % ggml.BLOCK:
         return f"{columns} columns are not a multiple of {ggml.BLOCK}"
-    if tensor.spec.columns_per_scale(columns) % ggml.BLOCK:
-        return f"group size {tensor.spec.group_size} is not a multiple of {ggml.BLOCK}"
+    if spec.columns_per_scale(columns) % ggml.BLOCK:
+        return f"group size {spec.group_size} is not a multiple of {ggml.BLOCK}"
+    return None
+
+
+def _obstacle(tensor: QTensor) -> str | None:
+    """Why no ggml block can hold these codes, or None."""
+    if (reason := grid_obstacle(tensor.spec, tensor.shape[1])) is not None:
+        return reason
     if not ggml.is_half(tensor.scales):
         return "a scale is not exactly an fp16 number (scale_dtype F16 or BF16 nearly always is)"
     if tensor.zeros is not None and tensor.spec.bits == 8 and not _fits_int8(tensor):

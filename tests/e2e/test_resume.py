@@ -50,10 +50,11 @@ def kill_and_resume(model, recipe, work: Path, kills: int, more=(), seed=0) -> l
         partial = out.with_name("killed.partial")
         done = len(list(partial.glob("*.safetensors"))) if partial.exists() else 0
         subprocess.run(command(model, recipe, out, *more), check=True, capture_output=True)
-        same = digest(out) == expected
-        lines.append(
-            f"killed after {moment:.1f} of {length:.1f} s, {done} shards written: {'same' if same else 'DIFFERENT'}"
-        )
+        found = digest(out)
+        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        same = not differing
+        outcome = "same" if same else f"DIFFERENT: {differing}"
+        lines.append(f"killed after {moment:.1f} of {length:.1f} s, {done} shards written: {outcome}")
         assert same, lines[-1]
         assert not partial.exists()
         shutil.rmtree(out)

@@ -143,7 +143,7 @@ def judge_all(artifact: Path) -> Verdict:
     try:
         engine = judge(artifact, artifact.with_name(artifact.name + ".gguf"), text)
     except Unavailable as missing:
-        verdict.lines.append(f"llama.cpp is not available here ({missing}): not judged")
+        verdict.check(False, f"llama.cpp is not available here ({missing}): not judged")
         return verdict
     return Verdict(verdict.lines + engine.lines, verdict.failures + engine.failures)
 
