@@ -238,10 +238,10 @@ def _already_exported(artifact: ArtifactCheckpoint, out: Path, progress: Progres
     """
     try:
         facts = _prove(artifact, out, progress)
-    except CompressorError as error:
+    except (CompressorError, KeyError) as error:
         raise CompressorError(
             f"{out}: already exists and is not this export",
-            got=error.what,
+            got=str(error).splitlines()[0],
             hint="choose another --out, or remove it first",
         ) from error
     return {**facts, "shards": len(list(out.glob("*.safetensors")))}

@@ -153,7 +153,7 @@ def test_unavailable_passes_are_refused_and_substituted(tiny_model, tmp_path):
     assert "awq substituted by gptq" in run.stderr
 
 
-def test_full_disk_before_work(model, recipe, tmp_path):
+def test_full_disk_while_writing(model, recipe, tmp_path):
     """A size limit on files stands in for a disk that fills up while writing."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
@@ -176,3 +176,35 @@ def test_strange_options_are_user_errors(model, recipe, tmp_path):
     refused(quantize(model, recipe, out, "--substitute", "awq=gptq"), out, "does not use awq")
     refused(quantize(model, recipe, out, "--device", "cuda:7"), out, "cuda:7")
     refused(quantize(model, tmp_path / "nope.yaml", out), out, "no such recipe")
+
+
+def test_output_inside_the_model_is_refused(model, recipe):
+    result = quantize(model, recipe, model / "int4")
+    refused(result, model / "int4", "lies inside the model")
+
+
+def test_strict_refuses_at_the_first_run_and_again_on_a_finished_one(model, tmp_path):
+    gptq = tmp_path / "gptq.yaml"
+    gptq.write_text(INT4.replace("ptq_symmetric", "gptq").replace("group_size: 32", "group_size: 16"))
+    out = tmp_path / "out"
+    refused(quantize(model, gptq, out, "--export", "gguf", "--strict"), out, "not a multiple of 32")
+    assert quantize(model, gptq, out).returncode == 0
+    report = json.loads((out / "report.json").read_text())
+    report["events"].append({"message": "rounded to nearest", "tensor": "x", "degraded": True})
+    (out / "report.json").write_text(json.dumps(report))
+    again = quantize(model, gptq, out)
+    assert again.returncode == 0
+    assert "degraded: x: rounded to nearest" in again.stderr
+    assert quantize(model, gptq, out, "--strict").returncode == 2
+
+
+def test_exports_can_be_repeated(model, recipe, tmp_path):
+    out = tmp_path / "out"
+    for _ in range(2):
+        result = quantize(model, recipe, out, "--export", "gguf,compressed-tensors", "--json")
+        assert result.returncode == 0, result.stderr
+        assert set(json.loads(result.stdout)["exports"]) == {"gguf", "compressed-tensors"}
+    (tmp_path / "out-compressed-tensors" / "config.json").write_text("{}")
+    result = quantize(model, recipe, out, "--export", "compressed-tensors")
+    assert result.returncode == 2
+    assert "is not this export" in result.stderr

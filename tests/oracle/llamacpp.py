@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def require() -> None:
     try:
         library()
     except Unavailable as error:
+        if os.environ.get("COMPRESS_REQUIRE_JUDGES"):
+            pytest.fail(f"llama.cpp: {error}")
         pytest.skip(f"llama.cpp: {error}")
 
 

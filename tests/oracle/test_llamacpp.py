@@ -10,9 +10,12 @@ from fixtures_codes import changed_copy, coded
 from llamacpp import LlamaCpp, require
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from compressor.calibration.data import load_tokenizer
 from compressor.checkpoint.reader import open_checkpoint
 from compressor.core.report import Report, no_progress
 from compressor.core.spec import Spec
+from compressor.eval.score import evaluate
+from compressor.eval.windows import encode_text, make_windows
 from compressor.export import gguf, gguf_tokenizer
 
 TEXTS = [
@@ -243,18 +246,28 @@ def window_nll(logits, tokens):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not WIKI.is_file(), reason="the evaluation text is not here")
-def test_perplexity_of_the_demo_model_equals_transformers(demo_available, tmp_path):
+def test_our_perplexity_equals_llama_cpp_s(demo_available, tmp_path):
+    """Eight windows through ``compressor.eval`` and through llama.cpp's logits of our F32 GGUF."""
     require()
-    checkpoint = open_checkpoint(str(demo_available))
+    checkpoint = open_checkpoint("demo")
     path = export(checkpoint, tmp_path / "f32.gguf", "F32")
-    model, mine, theirs = float_model(checkpoint), [], []
     with LlamaCpp(path) as judge:
         tokens = judge.tokenize(WIKI.read_text(encoding="utf-8")[:40000])
-        for start in range(0, 8 * 512, 512):
-            window = tokens[start : start + 512]
-            assert len(window) == 512
-            mine.append(window_nll(judge.logits(window), window))
-            theirs.append(window_nll(logits_of(model, window), window))
-    ours, reference = (math.exp(np.concatenate(x).mean()) for x in (mine, theirs))
-    print(f"perplexity over 8 windows: llama.cpp {ours:.5f}, transformers {reference:.5f}")
+        windows = make_windows(tokens, context=512, chunks=8, protocol="llama.cpp")
+        theirs = [window_nll(judge.logits(row.tolist()), row.tolist()) for row in windows.tokens]
+    ours = evaluate(checkpoint, None, windows)["perplexity"]
+    reference = math.exp(np.concatenate(theirs).mean())
+    print(f"\nperplexity over 8 windows: ours {ours:.5f}, llama.cpp {reference:.5f}")
     assert abs(ours / reference - 1) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WIKI.is_file(), reason="the evaluation text is not here")
+def test_our_perplexity_equals_the_figure_llama_perplexity_printed(demo_available):
+    """SmolLM2 in 16 bits, 40 windows of 512 of WikiText-2 test: llama-perplexity printed 22.4967."""
+    checkpoint = open_checkpoint("demo")
+    ids, bos = encode_text(load_tokenizer(checkpoint), WIKI.read_bytes().decode("utf-8"))
+    windows = make_windows(ids, context=512, chunks=40, protocol="llama.cpp", bos=bos)
+    found = evaluate(checkpoint, None, windows)
+    print(f"\nperplexity over 40 windows: {found['perplexity']:.4f} +- {found['perplexity_error']:.4f}")
+    assert abs(found["perplexity"] / 22.4967 - 1) < 1e-4

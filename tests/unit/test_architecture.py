@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_the_command_line_starts_lean():
     code = f"import sys, compressor.cli.app; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_help_comes_in_half_a_second():
+    def once():
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "compressor", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - started
+
+    assert min(once() for _ in range(5)) < 0.5
 
 
 def functions():
