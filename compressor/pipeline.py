@@ -147,9 +147,11 @@ def check_runnable(ready: Prepared) -> None:
         Problems: all of them at once.
     """
     from compressor.calibration.linear import check_device
+    from compressor.calibration.walk import check_config
     from compressor.export import compressed_tensors, gguf
 
     check_device(ready.job.device)
+    check_config(ready.checkpoint)
     tied = ready.family.tied(ready.checkpoint.config)
     problems = list(unavailable(ready.recipe))
     problems += compressed_tensors.check_plan(ready.plan.tensors, tied)
@@ -158,11 +160,36 @@ def check_runnable(ready: Prepared) -> None:
     problems += [
         CompressorError(f"--export {name}: unknown format", expected=", ".join(EXPORTS)) for name in unknown
     ]
+    if "compressed-tensors" in ready.job.exports and not ready.plan.quantized():
+        problems.append(CompressorError("--export compressed-tensors: the recipe quantizes nothing"))
+    problems += _taken_targets(ready.job)
     if "gguf" in ready.job.exports:
         problems += gguf.check(ready.checkpoint, ready.family)
         problems += _gguf_floats(ready.plan) if ready.job.strict else []
     if problems:
         raise Problems(f"{ready.checkpoint.label} cannot be quantized this way", problems)
+
+
+def export_path(artifact: Path, format_name: str) -> Path:
+    """Where ``--export`` puts a format: beside the artifact."""
+    ending = {"gguf": ".gguf"}.get(format_name, f"-{format_name}")
+    return artifact.with_name(artifact.name + ending)
+
+
+def _taken_targets(job: Job) -> list[CompressorError]:
+    """Export targets that stand already while the artifact they would come from does not."""
+    if not job.out.name or job.out.is_symlink():
+        return [
+            CompressorError(f"--out {job.out}: needs a name of its own, and no link", hint="name a new directory")
+        ]
+    if job.out.exists():
+        return []
+    targets = [export_path(job.out, name) for name in job.exports]
+    return [
+        CompressorError(f"{target}: already exists", hint="remove it first")
+        for target in targets
+        if target.exists()
+    ]
 
 
 def _gguf_floats(plan: Plan) -> list[CompressorError]:

@@ -216,7 +216,7 @@ def _json_lines(path: Path) -> list[str]:
             continue
         try:
             documents.append(_document(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             expected = '{"text": "..."} or {"messages": [{"role": ..., "content": ...}]}'
             problems.append(CompressorError(f"line {number}: not a document", got=line[:60], expected=expected))
     if problems:
@@ -228,6 +228,7 @@ def _document(record: Any) -> str:
     parts = [record["text"]] if "text" in record else [m["content"] for m in record["messages"]]
     if not all(isinstance(part, str) for part in parts):
         raise TypeError("text and content must be strings")
+    "".join(parts).encode()  # a lone surrogate is no text: UnicodeEncodeError is a ValueError
     if "text" in record:
         return str(record["text"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in record["messages"])

@@ -212,6 +212,21 @@ def _trim() -> None:
         libc.malloc_trim(0)
 
 
+def check_config(checkpoint: Checkpoint) -> None:
+    """Build the model's structure once, before any work.
+
+    Raises:
+        CompressorError: transformers refuses the config, with its reason.
+    """
+    try:
+        _skeleton(checkpoint)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CompressorError(
+            f"{checkpoint.label}: transformers cannot build this config.json", got=reason
+        ) from error
+
+
 def _skeleton(checkpoint: Checkpoint) -> nn.Module:
     """The transformers model of a config on the meta device: structure, no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -123,6 +123,7 @@ def expected_tensors(config: Config, family: Family, label: str) -> dict[str, Te
     Raises:
         CompressorError: a size is missing, no number, not positive, or inconsistent.
     """
+    _check_numbers(config, label)
     try:
         dims = family.dims(config)
     except KeyError as error:
@@ -138,6 +139,29 @@ def expected_tensors(config: Config, family: Family, label: str) -> dict[str, Te
         got = f"{dims['heads']} over {dims['kv_heads']}"
         raise CompressorError(f"{label}: num_attention_heads is no multiple of num_key_value_heads", got=got)
     return family.tensors(config)
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_SCALARS = ("rms_norm_eps", "rope_theta")
+
+
+def _check_numbers(config: Config, label: str) -> None:
+    """Sizes are whole numbers above 0, epsilon and theta finite and above 0; all mistakes at once.
+
+    Raises:
+        Problems: naming the keys.
+    """
+    sizes = [key for key in (*_SIZES, *_OPTIONAL_SIZES) if config.get(key) is not None]
+    scalars = [key for key in _SCALARS if config.get(key) is not None]
+    bad = [key for key in sizes if type(config[key]) is not int or config[key] <= 0]
+    for key in scalars:
+        value = config[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            bad.append(key)
+    if bad:
+        problems = [CompressorError(f"{key}: {config[key]!r} is no usable number") for key in bad]
+        raise Problems(f"{label}: config.json has impossible values", problems)
 
 
 def check_against_family(checkpoint: Checkpoint, family: Family) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -63,7 +64,18 @@ def main() -> None:
     except MemoryError:
         _fail("out of memory; `compress plan` predicts what a run needs (fewer --samples need less)", 2)
     except OSError as error:
+        _debug()
         _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 2)
+    except Exception as error:
+        _debug()
+        told = f"{type(error).__name__}: {error}"
+        _fail(f"unexpected: {told}\n  try: COMPRESS_TRACEBACK=1 shows where; please report it with the command", 2)
+
+
+def _debug() -> None:
+    """With COMPRESS_TRACEBACK set, where an unexpected error came from."""
+    if os.environ.get("COMPRESS_TRACEBACK"):
+        traceback.print_exc()
 
 
 def _fail(message: str, code: int) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from compressor.cli.console import out, print_json, progress_bar, say
-from compressor.cli.quantize import export_path, peak_rss_bytes, run_job
+from compressor.cli.quantize import peak_rss_bytes, run_job
 from compressor.errors import GateFailed
 
 
@@ -31,7 +31,7 @@ def demo(
       compress demo
       compress demo --out out/try --recipe int8 --chunks 4
     """
-    from compressor.pipeline import Job
+    from compressor.pipeline import Job, export_path
 
     started = time.monotonic()
     say("1/4 quantize and 2/4 export: SmolLM2-135M-Instruct, calibrated on the bundled text")

@@ -82,7 +82,7 @@ def _dry_run(job: Job, json_output: bool) -> None:
 
 def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
     """Run a job and its exports with progress, print the summary, return it."""
-    from compressor.pipeline import export_artifact
+    from compressor.pipeline import export_artifact, export_path
     from compressor.pipeline import quantize as run
 
     started = time.monotonic()
@@ -106,12 +106,6 @@ def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
         if not quiet:
             _print_summary(summary)
     return summary
-
-
-def export_path(artifact: Path, format_name: str) -> Path:
-    """Where ``--export`` puts a format: beside the artifact."""
-    ending = {"gguf": ".gguf"}.get(format_name, f"-{format_name}")
-    return artifact.with_name(artifact.name + ending)
 
 
 def _summary(job: Job, ready: Prepared, report: Report, exported: dict[str, Any], seconds: float) -> dict[str, Any]:

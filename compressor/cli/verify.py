@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compressor.cli.console import out, print_json, printable, progress_bar, say
-from compressor.errors import GateFailed, Problems
+from compressor.errors import CompressorError, GateFailed, Problems
 
 if TYPE_CHECKING:
     from compressor.eval.tensors import Verification
@@ -54,8 +54,11 @@ def _verify(path: str, against: str | None) -> Verification:
         return Verification(problems=broken)
     try:
         target = open_model(path, exact=True)
-    except Problems as error:
-        return Verification(problems=[str(problem).replace("\n ", ";") for problem in error.problems])
+    except CompressorError as error:
+        if not Path(path).exists() and path != "demo":
+            raise
+        found = error.problems if isinstance(error, Problems) else [error]
+        return Verification(problems=[str(problem).replace("\n ", ";") for problem in found])
     with progress_bar() as progress:
         return verify_model(target, source, progress)
 

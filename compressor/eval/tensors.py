@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,12 +128,13 @@ def _check(target: Checkpoint, against: Checkpoint | None, name: str, problems: 
     if source.shape != info.shape:
         problems.append(f"{name}: shape {list(info.shape)}, the source has {list(source.shape)}")
         return TensorCheck(name, label)
-    if codes is None and _is_kept(info, source.dtype):
+    in_gguf = info.file.endswith(".gguf") and len(info.shape) == 2
+    if codes is None and not in_gguf and _is_kept(info, source.dtype):
         if np.array_equal(target.raw(name).data, against.raw(name).data):
             return TensorCheck(name, label, 0.0)
         problems.append(f"{name}: kept as stored, but its bytes differ from the source's")
     original = against.read(name)
-    error, limit = relative_error(original, values), error_limit(original, codes, info.stored_as)
+    error, limit = relative_error(original, values), error_limit(original, codes, info.stored_as, in_gguf)
     if not error <= limit:
         problems.append(f"{name}: relative error {error:.3f}, {label} explains at most {limit:.3f}")
     return TensorCheck(name, label, error)
@@ -145,22 +145,20 @@ def _is_kept(info: TensorInfo, source_dtype: str) -> bool:
     return info.dtype == source_dtype and info.stored_as in (None, "F32", "F64")
 
 
-def error_limit(source: NDArray[np.float32], codes: QTensor | None, stored_as: str | None) -> float:
+def error_limit(
+    source: NDArray[np.float32], codes: QTensor | None, stored_as: str | None, in_gguf: bool = False
+) -> float:
     """The largest relative error that is explained by a tensor's format.
 
-    Of codes, SLACK times that of rounding the source to nearest. A GGUF type does not tell the grouping
-    its codes came from: it is given that of 4 bits per channel, or 2 for types below 4 bits.
+    Of codes, SLACK times that of rounding the source to nearest. A GGUF's block type does not tell the bits
+    and groups its codes came from (int2 may lie in Q4_0, and in F16 where no block fits): only CEILING
+    binds its matrices; Q8_0 is held to 4 bits per channel.
     """
     if codes is not None:
         return min(CEILING, SLACK * rounding_error(source, codes.spec))
-    if stored_as is None or stored_as in FLOAT_BYTES or source.ndim != 2:
+    if source.ndim != 2 or (not in_gguf and (stored_as is None or stored_as in FLOAT_BYTES)):
         return FLOAT_LIMIT
-    return min(CEILING, SLACK * rounding_error(source, Spec(2 if _is_below_4_bits(stored_as) else 4, CHANNEL)))
-
-
-def _is_below_4_bits(ggml_type: str) -> bool:
-    found = re.search(r"Q(\d)", ggml_type)
-    return found is not None and int(found.group(1)) < 4
+    return min(CEILING, SLACK * rounding_error(source, Spec(4, CHANNEL))) if stored_as == "Q8_0" else CEILING
 
 
 def rounding_error(source: NDArray[np.float32], spec: Spec) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 from compressor.core.spec import CHANNEL, TENSOR, Spec
 from compressor.errors import CompressorError, Problems
+from compressor.patterns import compile_pattern
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 HEAD = "lm_head"
@@ -196,9 +197,9 @@ def _check_patterns(patterns: object, label: str) -> None:
         raise _refusal(label, patterns, "a list of module names, re:... patterns and class names")
     for pattern in patterns:
         try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise _refusal(label, pattern, f"a regular expression ({error})") from error
+            compile_pattern(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except ValueError as error:
+            raise _refusal(label, pattern, f"a usable regular expression ({error})") from error
 
 
 def _check_weights(weights: Mapping[str, Any], label: str) -> None:

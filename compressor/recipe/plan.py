@@ -95,13 +95,16 @@ class _Planner:
         self.indivisible: dict[tuple[str, int, int, str], int] = defaultdict(int)
         self.kept: dict[tuple[str, str], None] = {}
         self.quantized = 0
+        self.surplus: list[str] = []
 
     def plan(self, info: TensorInfo) -> PlannedTensor:
         """One tensor's fate."""
         expected = self.expected.get(info.name)
-        target = Target(
-            info.name.rpartition(".")[0], expected.role if expected else "other", self.family.layer_of(info.name)
-        )
+        layer = self.family.layer_of(info.name)
+        if layer is not None and layer >= self.layers:  # blocks the config does not run (MTP and the like)
+            layer = None
+            self.surplus.append(info.name)
+        target = Target(info.name.rpartition(".")[0], expected.role if expected else "other", layer)
         rule = self._rule(target, info)
         spec = self._spec(rule, info, target.module) if rule and rule.format else None
         return PlannedTensor(
@@ -151,6 +154,8 @@ class _Planner:
                 f"{name.upper().replace('_', '-')} is NOT AVAILABLE YET ({where}): sizes are right, but running"
                 f" needs --substitute {name}={INSTEAD[name]}"
             )
+        if self.surplus:
+            yield f"{len(self.surplus)} tensors of blocks beyond num_hidden_layers are carried unquantized"
         for written, dtype in self.kept:
             yield f"{written} keeps tensors as they are stored: {dtype}"
         for rule in self.recipe.rules:

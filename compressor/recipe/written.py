@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from compressor.patterns import compile_pattern
+
 QUANTIZABLE = ("embedding", "attention", "ffn", "lm_head")
 Role = Literal["embedding", "attention", "ffn", "lm_head"]
 
@@ -70,9 +72,9 @@ class Match(_Strict):
     def _patterns(cls, value: list[str] | None) -> list[str] | None:
         for pattern in value or ():
             try:
-                re.compile(pattern[3:] if pattern.startswith("re:") else "")
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+                compile_pattern(pattern[3:] if pattern.startswith("re:") else "")
+            except ValueError as error:
+                raise ValueError(f"{pattern!r} is no usable regular expression: {error}") from error
         return value
 
     @field_validator("layers")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from compressor.calibration.stats import LayerStats
 from compressor.core.spec import Spec
 from compressor.errors import Problems
-from compressor.eval.tensors import error_limit, relative_error, rounding_error, verify_model
+from compressor.eval.tensors import CEILING, error_limit, relative_error, rounding_error, verify_model
 from compressor.models import open_model
 from compressor.passes import gptq, ptq_symmetric
 
@@ -105,7 +105,9 @@ def test_gross_damage_is_beyond_the_limit(bits, group_size, damage):
 
 def test_limits_of_gguf_types_and_floats():
     w = np.random.default_rng(3).standard_normal((64, 128)).astype(np.float32)
-    assert 0.5 <= error_limit(w, None, "Q8_0") == error_limit(w, None, "Q4_0") < 1.0
+    assert 0.5 <= error_limit(w, None, "Q8_0", in_gguf=True) < 1.0
+    assert error_limit(w, None, "Q4_0", in_gguf=True) == CEILING  # int2 codes may lie in it
+    assert error_limit(w, None, "F16", in_gguf=True) == CEILING  # codes no block holds
     assert error_limit(w, None, "Q2_K") == error_limit(w, None, "IQ3_S") == 1.2
     assert error_limit(w, None, "F16") == error_limit(w, None, None) == 0.01
     assert error_limit(w[0], None, "F32") == 0.01

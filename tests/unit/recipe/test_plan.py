@@ -337,3 +337,17 @@ def test_a_quantized_head_counts(tmp_path):
     parts = plan(LLAMA_70B, path).peak_parts
     assert parts["Hessians of one block"] == 0
     assert parts["rounding the largest tensor"] == 4 * (4 * 128256 * 8192 + 3 * 8192**2)
+
+
+def test_tensors_of_surplus_blocks_are_carried_not_lost():
+    family = find_family(SMOLLM, "test")
+    headers = headers_from_config(SMOLLM, family)
+    config = {**SMOLLM, "num_hidden_layers": 29}
+    found = make_plan(
+        label="test", config=config, family=family, tensors=headers, recipe=load_recipe("int4"), run=RunShape()
+    )
+    surplus = [t for t in found.tensors if t.name.startswith("model.layers.29.")]
+    assert len(found.tensors) == len(headers)
+    assert len(surplus) == 9
+    assert all(t.layer is None and t.spec is None for t in surplus)
+    assert any("9 tensors of blocks beyond num_hidden_layers" in note for note in found.notes)

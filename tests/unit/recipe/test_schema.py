@@ -171,7 +171,7 @@ def test_a_file_that_is_no_recipe(tmp_path):
         ("rules:\n  - {match: {role: []}, format: int4}\n", "at least 1 item"),
         ("rules:\n  - {match: {modules: []}, format: int4}\n", "at least 1 item"),
         ("rules:\n  - {match: {}, format: int4}\n", "role, modules or layers is missing"),
-        ("rules:\n  - {match: {modules: 're:*x('}, format: int4}\n", "'re:*x(' is no regular expression"),
+        ("rules:\n  - {match: {modules: 're:*x('}, format: int4}\n", "'re:*x(' is no usable regular expression"),
         ("rules:\n  - {match: ffn, format: int4, passes: []}\n", "no pass rounds the weight"),
         ("rules:\n  - {match: ffn, format: int4, passes: [{gptq: {}, awq: {}}]}\n", "one pass per list item"),
         ("rules:\n  - {match: ffn, format: int4, passes: [3]}\n", "a pass is a name"),
