@@ -47,6 +47,14 @@ def fast_linears(block: nn.Module) -> None:
                 module.__class__ = _FastLinear
 
 
+def fix_threads() -> None:
+    """Let no product run on fewer threads than torch has: MKL may choose to, and then other bits come out.
+
+    Setting the number, even to what it is, switches that choice off (torch calls mkl_set_dynamic(false)).
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def check_device(device: str) -> None:
     """Refuse a device this torch cannot compute on.
 

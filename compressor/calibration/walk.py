@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from compressor.arch.base import Family
-from compressor.calibration.linear import fast_linears, linear
+from compressor.calibration.linear import fast_linears, fix_threads, linear
 from compressor.calibration.stats import LayerStats
 from compressor.checkpoint.base import Checkpoint
 from compressor.errors import CompressorError
@@ -53,6 +53,7 @@ class Walk:
     """
 
     def __init__(self, checkpoint: Checkpoint, family: Family, device: str = "cpu") -> None:
+        fix_threads()
         self.checkpoint, self.family, self.device = checkpoint, family, device
         self.model = _skeleton(checkpoint)
         self._inner = self.model.get_submodule(family.blocks.rpartition(".")[0])
