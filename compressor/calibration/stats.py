@@ -39,7 +39,3 @@ class LayerStats:
     def merge(self, other: LayerStats) -> LayerStats:
         """The statistics of both token sets together."""
         return LayerStats(self.hessian + other.hessian, self.tokens + other.tokens)
-
-    def mean_hessian(self) -> torch.Tensor:
-        """float32 [in, in]: hessian / tokens."""
-        return self.hessian / max(1, self.tokens)

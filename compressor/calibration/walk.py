@@ -94,10 +94,9 @@ class Walk:
         """Block ``layer`` with its float32 weights, read now from the checkpoint."""
         block = self._blocks[layer]
         prefix = self.family.block(layer) + "."
-        names = [n for n in self.checkpoint.tensors if n.startswith(prefix)]
-        state = {n.removeprefix(prefix): _owned(self.checkpoint.read(n), self.device) for n in names}
-        wanted = block.state_dict().keys()
-        block.load_state_dict({n: w for n, w in state.items() if n in wanted}, assign=True)
+        names = [n for n in block.state_dict() if prefix + n in self.checkpoint.tensors]
+        state = {n: _owned(self.checkpoint.read(prefix + n), self.device) for n in names}
+        block.load_state_dict(state, assign=True)
         fast_linears(block)
         return block.eval()
 

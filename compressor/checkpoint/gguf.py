@@ -61,11 +61,6 @@ class GgufCheckpoint(Checkpoint):
         return TensorInfo(name, dtype, stored.shape, nbytes, self.path.name, stored_as)
 
     @property
-    def gguf_fields(self) -> Mapping[str, Any]:
-        """The file's metadata."""
-        return self._header.fields
-
-    @property
     def pretokenizer(self) -> str | None:
         """llama.cpp's name of the pre-tokenizer (``tokenizer.ggml.pre``)."""
         return self._tokenizer.pre

@@ -75,3 +75,8 @@ class Spec:
 def dividing_group_sizes(in_features: int) -> list[int]:
     """The usual group sizes that divide in_features, for the way out of an error message."""
     return [g for g in (16, 32, 64, 96, 128, 256, 512) if in_features % g == 0]
+
+
+def packed_words(count: int, bits: int) -> int:
+    """32-bit words that hold ``count`` fields of ``bits`` bits."""
+    return -(-count * bits // 32)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from compressor.checkpoint.files import file_sha256, parse_json
 from compressor.checkpoint.integrity import scan_gguf, scan_safetensors
+from compressor.checkpoint.safetensors import MANIFEST
 from compressor.errors import CompressorError
-
-MANIFEST = "compress_manifest.json"
 
 
 def check_files(path: Path) -> list[str]:

@@ -14,8 +14,8 @@ from compressor.checkpoint.base import Checkpoint
 from compressor.checkpoint.files import parse_json
 from compressor.checkpoint.integrity import scan_gguf, scan_safetensors
 from compressor.checkpoint.reader import DEMO, demo_file
+from compressor.checkpoint.safetensors import MANIFEST
 from compressor.errors import CompressorError
-from compressor.eval.checksums import MANIFEST
 from compressor.eval.windows import added_bos
 from compressor.models import open_model
 

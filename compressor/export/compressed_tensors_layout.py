@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor.core.spec import Spec
+from compressor.core.spec import Spec, packed_words
 from compressor.core.tensors import QTensor, RawTensor
 from compressor.errors import CompressorError
 from compressor.kernels.floats import FLOAT_BYTES, decode_float, encode_float
@@ -37,11 +37,11 @@ def layout(spec: Spec, out_features: int, in_features: int) -> dict[str, tuple[s
     rows, groups = spec.scales_shape(out_features, in_features)
     single = spec.strategy == "tensor"
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
-        PACKED: ("I32", (out_features, _words(in_features, spec.bits))),
+        PACKED: ("I32", (out_features, packed_words(in_features, spec.bits))),
         SCALE: (spec.scale_dtype, (1,) if single else (rows, groups)),
     }
     if not spec.symmetric:
-        parts[ZERO] = ("I8", (1,)) if single else ("I32", (_words(out_features, spec.bits), groups))
+        parts[ZERO] = ("I8", (1,)) if single else ("I32", (packed_words(out_features, spec.bits), groups))
     parts[SHAPE] = ("I64", (2,))
     return parts
 
@@ -155,10 +155,6 @@ def check_parts(
 
 
 _DAMAGED = "the files are damaged or config.json describes another model; write or download them again"
-
-
-def _words(n: int, bits: int) -> int:
-    return -(-n * bits // 32)
 
 
 def _pack(codes: NDArray[np.int8], bits: int, transpose: bool = False) -> NDArray[np.uint8]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from compressor.arch.base import Family
 from compressor.core.plan import PlannedTensor
-from compressor.core.spec import Spec
+from compressor.core.spec import Spec, packed_words
 from compressor.kernels.floats import FLOAT_BYTES
 from compressor.passes import base as passes
 
@@ -31,21 +31,16 @@ class RunShape:
         return self.samples * self.sequence_length
 
 
-def words(count: int, bits: int) -> int:
-    """32-bit words that hold ``count`` fields of ``bits`` bits."""
-    return -(-count * bits // 32)
-
-
 def artifact_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
     """Bytes of a rounded matrix in the artifact (compressed-tensors pack-quantized).
 
-    weight_packed int32 [out, words(in)], weight_scale, weight_zero_point int32 [words(out), groups]
+    weight_packed int32 [out, packed_words(in)], weight_scale, weight_zero_point int32 [packed_words(out), groups]
     for asymmetric formats (int8 [1] for one scale per tensor), weight_shape int64 [2].
     """
     rows, groups = spec.scales_shape(out_features, in_features)
-    packed = 4 * out_features * words(in_features, spec.bits)
+    packed = 4 * out_features * packed_words(in_features, spec.bits)
     scales = FLOAT_BYTES[spec.scale_dtype] * rows * groups
-    packed_zeros = 4 * words(rows, spec.bits) * groups
+    packed_zeros = 4 * packed_words(rows, spec.bits) * groups
     zeros = 0 if spec.symmetric else 1 if spec.strategy == "tensor" else packed_zeros
     return packed + scales + zeros + SHAPE_RECORD_BYTES
 
