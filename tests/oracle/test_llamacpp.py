@@ -96,11 +96,16 @@ def test_float_gguf_has_the_logits_of_transformers(tiny_model, tmp_path, variant
         directory = changed_copy(directory, tmp_path / "m", "config.json", sliding_window=None)
     checkpoint = open_checkpoint(str(directory))
     tokens = np.random.default_rng(0).integers(3, 256, 200).tolist()
-    expected = logits_of(float_model(checkpoint), tokens)
+    model = float_model(checkpoint)
+    float32, exact = logits_of(model, tokens), logits_of(model.double(), tokens)
     with LlamaCpp(export(checkpoint, tmp_path / "m.gguf", "F32")) as judge:
         found = judge.logits(tokens)
-    assert expected.std() > 0.5
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert exact.std() > 0.5
+    # Both programs stand 1e-5 from float64 on some processors, llama.cpp 1e-3 on others; a wrong
+    # permutation, rope or norm moves logits by their own size.
+    difference = np.abs(found - exact)
+    said = f"llama.cpp {difference.max():.2e} from float64, torch's float32 {np.abs(float32 - exact).max():.2e}"
+    assert np.sqrt((difference**2).mean()) < 1e-3 * exact.std() and difference.max() < 1e-2, said
 
 
 CARRIED = [
