@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Config = Mapping[str, Any]
 
@@ -49,6 +49,30 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A module and the linears that read its output: where a scale can move from one to the other.
+
+    Dividing the source's output channel by s and multiplying the same input column of every consumer by s
+    leaves the function as it was. A linear source has its row of ``weight`` divided, and its entry of
+    ``bias`` too where it has one (Qwen2's v_proj).
+
+    Attributes:
+        source: Module in the block, a norm or a linear.
+        consumers: Linears that read it, and nothing else does.
+        kind: What the source is.
+        heads: v -> o under grouped-query attention: the source has ``kv_heads`` heads of ``head_dim``
+            channels, the consumers' input ``heads``; each source head is read by heads / kv_heads
+            consecutive input heads, so input channel c reads source channel
+            ``c // head_dim // (heads // kv_heads) * head_dim + c % head_dim``.
+    """
+
+    source: str
+    consumers: tuple[str, ...]
+    kind: Literal["norm", "linear"]
+    heads: bool = False
+
+
+@dataclass(frozen=True)
 class TensorShape:
     """What the family expects of one tensor: its module, role, block number (or None), shape."""
 
@@ -67,6 +91,10 @@ class Family:
         model_types: Values of ``model_type`` in config.json that it covers.
         linears, norms: Parts of one block, in forward order.
         inputs: Groups of linears that read the same tensor (they share one Hessian).
+        pairs: Modules whose output scale can move into the linears that read them.
+        writers: Linears of a block whose output is added to the residual stream.
+        norm_kind: ``rms`` (x / rms(x) * w, so a rotation passes through once w is folded away), or
+            ``other``: not folded, such a family cannot be rotated.
         blocks, embedding, final_norm, head: Module paths.
         gguf_arch: ``general.architecture`` in a GGUF, or None while GGUF is not supported.
     """
@@ -76,6 +104,9 @@ class Family:
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     inputs: tuple[tuple[str, ...], ...]
+    pairs: tuple[Pair, ...] = ()
+    writers: tuple[str, ...] = ()
+    norm_kind: Literal["rms", "other"] = "other"
     blocks: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"

@@ -1,6 +1,6 @@
 """Llama (and SmolLM, Vicuna, TinyLlama...): rotary attention with grouped heads, SwiGLU, RMSNorm."""
 
-from compressor.arch.base import Family, Linear, Norm
+from compressor.arch.base import Family, Linear, Norm, Pair
 
 LINEARS = (
     Linear("self_attn.q_proj", "attention", "q", "hidden", "attn_q", "attention_bias", "heads"),
@@ -21,6 +21,12 @@ INPUTS = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
+PAIRS = (
+    Pair("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "norm"),
+    Pair("self_attn.v_proj", ("self_attn.o_proj",), "linear", heads=True),
+    Pair("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "norm"),
+    Pair("mlp.up_proj", ("mlp.down_proj",), "linear"),
+)
 
 FAMILY = Family(
     name="llama",
@@ -28,5 +34,8 @@ FAMILY = Family(
     linears=LINEARS,
     norms=NORMS,
     inputs=INPUTS,
+    pairs=PAIRS,
+    writers=("self_attn.o_proj", "mlp.down_proj"),
+    norm_kind="rms",
     gguf_arch="llama",
 )
