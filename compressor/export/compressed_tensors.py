@@ -1,4 +1,4 @@
-"""compressed-tensors directories (``pack-quantized``): the artifact's own format, read and written.
+"""compressed-tensors directories: the artifact's own format, read and written.
 
 One matrix's bytes: compressed_tensors_layout. The section in config.json: compressed_tensors_config.
 What the format cannot hold: compressed_tensors_checks.
@@ -30,9 +30,12 @@ from compressor.export.compressed_tensors_config import quantization_config, spe
 from compressor.export.compressed_tensors_layout import (
     PACKED,
     PARTS,
+    PLAIN,
+    PLAIN_DTYPES,
     SCALE,
     SHAPE,
     check_parts,
+    codes_part,
     decode,
     encode,
     encoded_nbytes,
@@ -85,9 +88,9 @@ class ArtifactCheckpoint(Checkpoint):
     def _present(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, TensorInfo]]:
         for name, info in self.source.tensors.items():
             module, _, part = name.rpartition(".")
-            if module not in self.specs or part not in PARTS:
+            if module not in self.specs or part not in (*PARTS, PLAIN):
                 yield name, info
-            elif part == PACKED:
+            elif part == codes_part(self.specs[module]):
                 spec, shape, weight = self.specs[module], shapes[module], f"{module}.weight"
                 nbytes = shape[0] * shape[1] * FLOAT_BYTES[spec.scale_dtype]
                 yield weight, TensorInfo(weight, spec.scale_dtype, shape, nbytes, info.file, spec.label())
@@ -108,6 +111,11 @@ class ArtifactCheckpoint(Checkpoint):
             return None
         stored = {part: self.source.raw(part) for part in self.stored_names(name)}
         return decode(module, stored, self.specs[module])
+
+    def activations(self, module: str) -> str | None:
+        """How an engine quantizes a module's input as it runs (``int8``, ``fp8``), or None."""
+        spec = self.specs.get(module)
+        return spec.activations if spec else None
 
     def stored_names(self, name: str) -> list[str]:
         """The tensors in the files behind one presented tensor: itself, or the parts of its codes."""
@@ -150,14 +158,17 @@ def _config_notes(section: Mapping[str, Any]) -> list[str]:
 
 
 def _stored_specs(source: Checkpoint, section: Mapping[str, Any]) -> dict[str, Spec]:
-    """Format of every module that has packed codes, with the scale dtype its file tells."""
-    modules = [name.removesuffix(f".{PACKED}") for name in source.tensors if name.endswith(f".{PACKED}")]
+    """Format of every module that has codes, with the scale dtype its file tells."""
+    modules = list(_coded_modules(source))
     specs: dict[str, Spec] = {}
     problems: list[CompressorError] = []
     for module, spec in specs_from_config(section, modules, source.label).items():
         scale = source.tensors.get(f"{module}.{SCALE}")
         if spec is None:
             problems.append(CompressorError(f"{module}: has codes, but quantization_config names no format"))
+        elif f"{module}.{codes_part(spec)}" not in source.tensors:
+            got = f"no {codes_part(spec)}"
+            problems.append(CompressorError(f"{module}: not stored as quantization_config says", got=got))
         elif f"{module}.weight_g_idx" in source.tensors:
             problems.append(CompressorError(f"{module}: reordered columns (weight_g_idx) are not read"))
         elif scale is None or scale.dtype not in SCALE_DTYPES:
@@ -166,9 +177,17 @@ def _stored_specs(source: Checkpoint, section: Mapping[str, Any]) -> dict[str, S
         else:
             specs[module] = replace(spec, scale_dtype=scale.dtype)
     if not modules:
-        problems.append(CompressorError("no tensor ends in .weight_packed", hint="use the unquantized model"))
+        problems.append(CompressorError("no tensor holds codes", hint="use the unquantized model"))
     _raise_all(source, problems)
     return specs
+
+
+def _coded_modules(source: Checkpoint) -> Iterator[str]:
+    """Modules with packed codes, or with a weight of one-byte codes."""
+    for name, info in source.tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == PACKED or (part == PLAIN and info.dtype in PLAIN_DTYPES.values()):
+            yield module
 
 
 def _checked_shapes(source: Checkpoint, specs: Mapping[str, Spec]) -> dict[str, tuple[int, int]]:
@@ -176,10 +195,11 @@ def _checked_shapes(source: Checkpoint, specs: Mapping[str, Spec]) -> dict[str, 
     shapes: dict[str, tuple[int, int]] = {}
     problems: list[CompressorError] = []
     for module, spec in specs.items():
-        infos = {name: source.tensors[name] for part in PARTS if (name := f"{module}.{part}") in source.tensors}
-        records = {name: source.raw(name) for name in infos if name.endswith(f".{SHAPE}")}
+        wanted = [f"{module}.{part}" for part in (*PARTS, codes_part(spec))]
+        infos = {name: source.tensors[name] for name in wanted if name in source.tensors}
+        records = {name: source.raw(name) for name in infos if name.endswith((f".{SHAPE}", f".{PLAIN}"))}
         try:
-            shapes[module] = read_shape(module, records)
+            shapes[module] = read_shape(module, records, spec)
             check_parts(module, {n: (i.dtype, i.shape) for n, i in infos.items()}, spec, shapes[module])
         except CompressorError as problem:
             problems.append(problem)

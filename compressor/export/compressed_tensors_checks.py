@@ -1,4 +1,4 @@
-"""What the pack-quantized layout cannot hold of a plan, and what engines will not run of it."""
+"""What compressed-tensors cannot hold of a plan, and what engines will not run of it."""
 
 from __future__ import annotations
 
@@ -60,12 +60,16 @@ def _width_problem(where: str, width: int, spec: Spec) -> CompressorError | None
 def engine_warnings(tensors: Iterable[PlannedTensor], family: Family) -> list[str]:
     """What the file holds but some engine will not run as planned, one sentence each."""
     planned = [(tensor, tensor.spec) for tensor in tensors if tensor.spec is not None]
+    integers = [spec for _, spec in planned if spec.kind == "int"]
     lines = []
-    for bits in sorted({spec.bits for _, spec in planned} - {4, 8}):
-        count = sum(spec.bits == bits for _, spec in planned)
+    for bits in sorted({spec.bits for spec in integers} - {4, 8}):
+        count = sum(spec.bits == bits for spec in integers)
         lines.append(f"int{bits} ({count} tensors) loads in transformers only: vLLM runs 4 and 8 bits")
-    if any(spec.strategy == "tensor" for _, spec in planned):
+    if any(spec.strategy == "tensor" and not spec.activations for spec in integers):
         lines.append("one scale per tensor loads in transformers only: vLLM runs group and channel scales")
+    if any(spec.activations and (spec.bits != 8 or spec.strategy == "group") for spec in integers):
+        lines.append("int8 activations run in vLLM with 8-bit weights and channel or tensor scales only")
+    lines += _float_warnings(planned)
     lines += _asymmetric_warnings({spec for _, spec in planned})
     cast = {(spec.scale_dtype, t.dtype) for t, spec in planned if t.dtype not in (spec.scale_dtype, "F32")}
     lines += [
@@ -73,6 +77,19 @@ def engine_warnings(tensors: Iterable[PlannedTensor], family: Family) -> list[st
         for scale, dtype in sorted(cast)
     ]
     return lines + _fused_warnings({tensor.module: spec for tensor, spec in planned}, family)
+
+
+def _float_warnings(planned: list[tuple[PlannedTensor, Spec]]) -> list[str]:
+    lines = []
+    floats = [(tensor, spec) for tensor, spec in planned if spec.kind == "float"]
+    if any(spec.strategy == "tensor" and spec.activations for _, spec in floats):
+        lines.append("vLLM rounds q/k/v and gate/up again where each has one fp8 scale: channel scales are kept")
+    cut = [t for t, spec in floats if spec.block and any(n % b for n, b in zip(t.shape, spec.block, strict=True))]
+    if cut:
+        lines.append(
+            f"{len(cut)} tensors are no whole number of fp8 blocks: transformers runs that, vLLM may refuse"
+        )
+    return lines
 
 
 def _asymmetric_warnings(specs: set[Spec]) -> list[str]:

@@ -11,15 +11,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compressor.core.spec import CHANNEL, TENSOR, Spec
+from compressor.core.spec import ACTIVATIONS, CHANNEL, TENSOR, Spec
 from compressor.errors import CompressorError, Problems
+from compressor.export.compressed_tensors_layout import (
+    FLOAT_QUANTIZED,
+    INT_QUANTIZED,
+    PACK_QUANTIZED,
+    layout_name,
+)
 from compressor.patterns import compile_pattern
 
-METHOD, FORMAT = "compressed-tensors", "pack-quantized"
+METHOD, MIXED = "compressed-tensors", "mixed-precision"
 HEAD = "lm_head"
 HEAD_TARGET = f"re:.*{HEAD}"
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
-_PLAIN = "weight-only integer formats of 2 to 8 bits in the pack-quantized layout"
+_SAME_BYTES = {"naive-quantized": FLOAT_QUANTIZED}
+_READ = "integers of 2 to 8 bits or FP8, in the layouts pack-quantized, int-quantized and float-quantized"
+_DYNAMIC = "dynamic, symmetric, 8 bits, strategy token, of the weights' type"
 
 
 def quantization_config(specs: Mapping[str, Spec | None], tied: bool) -> dict[str, Any]:
@@ -41,12 +49,14 @@ def quantization_config(specs: Mapping[str, Spec | None], tied: bool) -> dict[st
         targets = [["Linear", *(HEAD_TARGET for module in specs if _is_head(module) and specs[module])]]
     else:
         targets = [_regex_targets(modules, specs) for modules in groups.values()]
+    layouts = {layout_name(spec) for spec in groups}
+    mixed = len(layouts) > 1
     return {
         "config_groups": {
-            f"group_{index}": {"targets": target, "weights": _weights(spec)}
+            f"group_{index}": {"targets": target, **_group(spec, mixed)}
             for index, (target, spec) in enumerate(zip(targets, groups, strict=True))
         },
-        "format": FORMAT,
+        "format": MIXED if mixed else next(iter(layouts), PACK_QUANTIZED),
         "ignore": ignore,
         "quant_method": METHOD,
         "quantization_status": "compressed",
@@ -57,14 +67,26 @@ def _is_head(module: str) -> bool:
     return module.rsplit(".", 1)[-1] == HEAD
 
 
+def _group(spec: Spec, mixed: bool) -> dict[str, Any]:
+    """One config group, without its targets; it names its layout where the file has several."""
+    group: dict[str, Any] = {"weights": _weights(spec)}
+    if spec.activations is not None:
+        kind = ACTIVATIONS[spec.activations]
+        common = {"num_bits": 8, "type": kind, "symmetric": True}
+        group["input_activations"] = {**common, "strategy": "token", "dynamic": True}
+    return {**group, "format": layout_name(spec)} if mixed else group
+
+
 def _weights(spec: Spec) -> dict[str, Any]:
-    group = {"group_size": spec.group_size} if spec.strategy == "group" else {}
+    sizes: dict[str, Any] = {"group_size": spec.group_size} if spec.strategy == "group" else {}
+    if spec.block is not None:
+        sizes["block_structure"] = list(spec.block)
     return {
         "num_bits": spec.bits,
-        "type": "int",
+        "type": spec.kind,
         "symmetric": spec.symmetric,
         "strategy": spec.strategy,
-        **group,
+        **sizes,
         "dynamic": False,
         "observer": "minmax",
     }
@@ -115,7 +137,7 @@ def specs_from_config(
     matched from the start) before class names; what ``ignore`` matches stays float.
 
     Raises:
-        Problems: everything in the config that is not a plain integer format, at once.
+        Problems: everything in the config that is no format we know, at once.
     """
     problems = _file_problems(config, label)
     targets: dict[str, Spec] = {}
@@ -176,19 +198,46 @@ def _group_spec(config: Mapping[str, Any], group: Any, label: str) -> Spec:
         raise _refusal(f"{label} is no group", group, "an object with targets and weights")
     _check_patterns(group.get("targets"), f"{label}: targets")
     stored = group.get("format") or config.get("format")
-    if stored != FORMAT:
-        raise _refusal(f"{label}: layout is not read", stored, FORMAT)
-    for key in ("input_activations", "output_activations"):
-        if group.get(key) is not None:
-            raise _refusal(f"{label}: quantizes activations", f"{key} {group[key]}", _PLAIN)
+    if stored not in (PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED, *_SAME_BYTES):
+        raise _refusal(f"{label}: layout is not read", stored, _READ)
+    if group.get("output_activations") is not None:
+        got = f"output_activations {group['output_activations']}"
+        raise _refusal(f"{label}: quantizes outputs", got, _READ)
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
-        raise _refusal(f"{label}: quantizes no weights", weights, _PLAIN)
+        raise _refusal(f"{label}: quantizes no weights", weights, _READ)
     _check_weights(weights, label)
+    activations = _activations(group.get("input_activations"), label)
     try:
-        return Spec(int(weights["num_bits"]), _group_size(weights), bool(weights.get("symmetric", True)))
+        spec = _spec(weights, activations)
     except (KeyError, TypeError, ValueError) as error:
-        raise _refusal(f"{label}: weights", f"{dict(weights)} ({error})", _PLAIN) from error
+        raise _refusal(f"{label}: weights", f"{dict(weights)} ({error})", _READ) from error
+    if _SAME_BYTES.get(stored, stored) != layout_name(spec):
+        raise _refusal(f"{label}: {spec.label()} in this layout is not read", stored, layout_name(spec))
+    return spec
+
+
+def _spec(weights: Mapping[str, Any], activations: str | None) -> Spec:
+    """The format a group's weights tell; what they tell wrong is a KeyError, TypeError or ValueError."""
+    return Spec(
+        int(weights["num_bits"]),
+        _group_size(weights),
+        bool(weights.get("symmetric", True)),
+        kind=weights.get("type") or "int",
+        block=_block(weights),
+        activations=activations,
+    )
+
+
+def _activations(section: Any, label: str) -> str | None:
+    """``int8`` or ``fp8`` for inputs quantized per token as they run; None for none."""
+    if section is None:
+        return None
+    for name, kind in ACTIVATIONS.items():
+        wanted = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        if isinstance(section, Mapping) and {key: section.get(key) for key in wanted} == wanted:
+            return name
+    raise _refusal(f"{label}: quantizes activations", f"input_activations {section}", _DYNAMIC)
 
 
 def _check_patterns(patterns: object, label: str) -> None:
@@ -203,12 +252,11 @@ def _check_patterns(patterns: object, label: str) -> None:
 
 
 def _check_weights(weights: Mapping[str, Any], label: str) -> None:
-    """Refuse float types, runtime ranges, and column orders that need an index per column (g_idx)."""
+    """Refuse unknown types, runtime ranges, and column orders that need an index per column (g_idx)."""
     for key, allowed, why in (
-        ("type", ("int", None), _PLAIN),
+        ("type", ("int", "float", None), _READ),
         ("dynamic", (False, None), "scales stored in the file"),
         ("actorder", (None, False, "weight", "static"), "columns in their own order (no g_idx)"),
-        ("block_structure", (None,), "group, channel or tensor scales"),
     ):
         if weights.get(key) not in allowed:
             raise _refusal(f"{label}: weights.{key}", weights[key], why)
@@ -223,7 +271,19 @@ def _group_size(weights: Mapping[str, Any]) -> int:
         if not isinstance(size, int) or size < 1:
             raise ValueError("strategy group without a positive group_size")
         return size
-    return {"channel": CHANNEL, "tensor": TENSOR}[strategy]
+    return {"channel": CHANNEL, "tensor": TENSOR, "block": TENSOR}[strategy]
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block strategy."""
+    structure = weights.get("block_structure")
+    if weights.get("strategy") != "block":
+        if structure is not None:
+            raise ValueError("block_structure without the strategy block")
+        return None
+    if not isinstance(structure, list) or len(structure) != 2:
+        raise ValueError("strategy block without a block_structure of two sizes")
+    return int(structure[0]), int(structure[1])
 
 
 def _refusal(what: str, got: object, expected: str) -> CompressorError:

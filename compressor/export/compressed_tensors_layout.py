@@ -1,6 +1,6 @@
-"""The bytes of one matrix in compressed-tensors' ``pack-quantized`` layout, both ways.
+"""The bytes of one matrix in compressed-tensors' layouts, both ways.
 
-For a module ``m`` holding a matrix [out, in] in a format of b bits:
+``pack-quantized``, for a module ``m`` holding a matrix [out, in] in an integer format of b bits:
 
 - ``m.weight_packed``, I32 [out, ceil(in*b/32)]: code + 2^(b-1), dense along in.
 - ``m.weight_scale``, the format's scale dtype, [out, groups] (channel [out, 1], tensor [1]).
@@ -9,11 +9,17 @@ For a module ``m`` holding a matrix [out, in] in a format of b bits:
 
 Bit order: see kernels.bitpack. Zero points exist only in asymmetric formats; a tensor format keeps its
 single one unpacked (I8 [1], no offset), which is how readers of this layout expect it.
+
+``int-quantized`` (integers with quantized activations) and ``float-quantized`` (FP8) keep one byte per weight:
+
+- ``m.weight``, I8 or F8_E4M3 [out, in]: the codes.
+- ``m.weight_scale`` as above; block formats [ceil(out/rows), ceil(in/columns)].
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +29,24 @@ from compressor.core.tensors import QTensor, RawTensor
 from compressor.errors import CompressorError
 from compressor.kernels.floats import FLOAT_BYTES, decode_float, encode_float
 
+PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED = "pack-quantized", "int-quantized", "float-quantized"
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
+PLAIN = "weight"
+PLAIN_DTYPES = {INT_QUANTIZED: "I8", FLOAT_QUANTIZED: "F8_E4M3"}
 PARTS = (PACKED, SCALE, ZERO, SHAPE)
-ITEM_BYTES = {"I8": 1, "I32": 4, "I64": 8, **FLOAT_BYTES}
+ITEM_BYTES = {"I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8, **FLOAT_BYTES}
+
+
+def layout_name(spec: Spec) -> str:
+    """compressed-tensors' name of the layout a format is stored in."""
+    if spec.kind == "float":
+        return FLOAT_QUANTIZED
+    return INT_QUANTIZED if spec.activations else PACK_QUANTIZED
+
+
+def codes_part(spec: Spec) -> str:
+    """The part that holds the codes: ``weight_packed`` or ``weight``."""
+    return PACKED if layout_name(spec) == PACK_QUANTIZED else PLAIN
 
 
 def layout(spec: Spec, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -36,6 +57,12 @@ def layout(spec: Spec, out_features: int, in_features: int) -> dict[str, tuple[s
     """
     rows, groups = spec.scales_shape(out_features, in_features)
     single = spec.strategy == "tensor"
+    plain = PLAIN_DTYPES.get(layout_name(spec))
+    if plain is not None:
+        return {
+            PLAIN: (plain, (out_features, in_features)),
+            SCALE: (spec.scale_dtype, (1,) if single else (rows, groups)),
+        }
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
         PACKED: ("I32", (out_features, packed_words(in_features, spec.bits))),
         SCALE: (spec.scale_dtype, (1,) if single else (rows, groups)),
@@ -59,15 +86,16 @@ def encoded_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
 def encode(module: str, tensor: QTensor) -> dict[str, RawTensor]:
     """The parts of one rounded matrix, by full tensor name. Inverse: decode."""
     spec = tensor.spec
+    plain = codes_part(spec) == PLAIN
     data = {
-        PACKED: _pack(tensor.codes, spec.bits),
+        codes_part(spec): _bytes(tensor.codes) if plain else _pack(tensor.codes, spec.bits),
         SCALE: encode_float(tensor.scales, spec.scale_dtype),
         SHAPE: np.array(tensor.shape, dtype="<i8").view(np.uint8),
     }
     if tensor.zeros is not None:
         single = spec.strategy == "tensor"
         zeros = np.ascontiguousarray(tensor.zeros)
-        data[ZERO] = zeros.view(np.uint8).reshape(-1) if single else _pack(zeros.T, spec.bits, transpose=True)
+        data[ZERO] = _bytes(zeros) if single else _pack(zeros.T, spec.bits, transpose=True)
     return {
         f"{module}.{part}": RawTensor(dtype, shape, data[part])
         for part, (dtype, shape) in layout(spec, *tensor.shape).items()
@@ -81,7 +109,7 @@ def decode(module: str, tensors: Mapping[str, RawTensor], spec: Spec) -> QTensor
         CompressorError: a part is missing, has another dtype or shape than spec demands, or holds
             values no such matrix has.
     """
-    out_features, in_features = read_shape(module, tensors)
+    out_features, in_features = read_shape(module, tensors, spec)
     parts = check_parts(
         module, {n: (t.dtype, t.shape) for n, t in tensors.items()}, spec, (out_features, in_features)
     )
@@ -94,21 +122,40 @@ def decode(module: str, tensors: Mapping[str, RawTensor], spec: Spec) -> QTensor
         words = data[ZERO].view("<u4").reshape(parts[ZERO][1])
         zeros = np.ascontiguousarray(_unpack(words.T, spec.bits, out_features).T)
     scales = decode_float(data[SCALE], spec.scale_dtype).reshape(rows, groups)
-    codes = _unpack(data[PACKED].view("<u4").reshape(parts[PACKED][1]), spec.bits, in_features)
     try:
-        return QTensor(codes, scales, zeros, spec)
+        return QTensor(_codes(data, parts, spec, in_features), scales, zeros, spec)
     except ValueError as error:
         raise CompressorError(
             f"{module}: not a legal {spec.label()} matrix", got=str(error), hint=_DAMAGED
         ) from error
 
 
-def read_shape(module: str, tensors: Mapping[str, RawTensor]) -> tuple[int, int]:
-    """(out_features, in_features) as ``weight_shape`` records them.
+def _codes(
+    data: Mapping[str, NDArray[np.uint8]],
+    parts: Mapping[str, tuple[str, tuple[int, ...]]],
+    spec: Spec,
+    in_features: int,
+) -> NDArray[Any]:
+    """Codes [out, in]: int8, or uint8 of a float format."""
+    part = codes_part(spec)
+    stored, shape = data[part], parts[part][1]
+    if part == PACKED:
+        return _unpack(stored.view("<u4").reshape(shape), spec.bits, in_features)
+    return stored.view(np.uint8 if spec.kind == "float" else np.int8).reshape(shape).copy()
+
+
+def read_shape(module: str, tensors: Mapping[str, RawTensor], spec: Spec) -> tuple[int, int]:
+    """(out_features, in_features) as ``weight_shape`` records them, or as ``weight`` has them.
 
     Raises:
         CompressorError: the record is missing or is no shape.
     """
+    if codes_part(spec) == PLAIN:
+        found = tensors.get(f"{module}.{PLAIN}")
+        if found is None or len(found.shape) != 2 or min(found.shape) < 1:
+            got = None if found is None else list(found.shape)
+            raise CompressorError(f"{module}.{PLAIN}: no matrix", got=got, expected="[out, in]", hint=_DAMAGED)
+        return found.shape[0], found.shape[1]
     name = f"{module}.{SHAPE}"
     raw = tensors.get(name)
     if raw is None:
@@ -155,6 +202,11 @@ def check_parts(
 
 
 _DAMAGED = "the files are damaged or config.json describes another model; write or download them again"
+
+
+def _bytes(codes: NDArray[Any]) -> NDArray[np.uint8]:
+    """One-byte codes [out, in] as they lie in a file."""
+    return np.ascontiguousarray(codes).view(np.uint8).reshape(-1)
 
 
 def _pack(codes: NDArray[np.int8], bits: int, transpose: bool = False) -> NDArray[np.uint8]:

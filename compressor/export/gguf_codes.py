@@ -1,4 +1,4 @@
-"""Integer codes and ggml blocks: which block type holds a tensor exactly, packing, and the proof."""
+"""Codes and ggml blocks: which block type holds a tensor exactly, packing, and the proof."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from compressor.core.tensors import QTensor
 from compressor.kernels import ggml
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
+LARGEST_VALUE = 448.0  # of FP8 E4M3
 _LARGEST_HALF = 65504.0
 
 
@@ -43,12 +44,15 @@ def choose_type(tensor: QTensor | None, info: TensorInfo, float_type: str | None
 
 def _closest_float(tensor: QTensor) -> str:
     """F16, which rounds code * scale less than BF16 does, unless a value might not fit."""
-    largest = float(np.abs(tensor.scales).max()) * 2.0**tensor.spec.bits
+    top = LARGEST_VALUE if tensor.spec.kind == "float" else 2.0**tensor.spec.bits
+    largest = float(np.abs(tensor.scales).max()) * top
     return "F16" if largest < _LARGEST_HALF else "BF16"
 
 
 def grid_obstacle(spec: Spec, columns: int) -> str | None:
     """Why no ggml block can hold codes of this format and width, or None; known before any work."""
+    if spec.kind == "float":
+        return "no ggml block holds FP8 values"
     if columns % ggml.BLOCK:
         return f"{columns} columns are not a multiple of {ggml.BLOCK}"
     if spec.columns_per_scale(columns) % ggml.BLOCK:

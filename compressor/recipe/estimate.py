@@ -32,14 +32,17 @@ class RunShape:
 
 
 def artifact_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
-    """Bytes of a rounded matrix in the artifact (compressed-tensors pack-quantized).
+    """Bytes of a rounded matrix in the artifact (compressed-tensors).
 
+    FP8, and integers with quantized activations: a byte per weight, and scales. Other integers:
     weight_packed int32 [out, packed_words(in)], weight_scale, weight_zero_point int32 [packed_words(out), groups]
     for asymmetric formats (int8 [1] for one scale per tensor), weight_shape int64 [2].
     """
     rows, groups = spec.scales_shape(out_features, in_features)
-    packed = 4 * out_features * packed_words(in_features, spec.bits)
     scales = FLOAT_BYTES[spec.scale_dtype] * rows * groups
+    if spec.kind == "float" or spec.activations:
+        return out_features * in_features + scales
+    packed = 4 * out_features * packed_words(in_features, spec.bits)
     packed_zeros = 4 * packed_words(rows, spec.bits) * groups
     zeros = 0 if spec.symmetric else 1 if spec.strategy == "tensor" else packed_zeros
     return packed + scales + zeros + SHAPE_RECORD_BYTES
