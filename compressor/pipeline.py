@@ -49,6 +49,8 @@ class Job:
     fresh: bool = False
     substitutions: Mapping[str, str] = field(default_factory=dict)
     exports: tuple[str, ...] = ()
+    select: str = "all"
+    pool: int = 4
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
     Raises:
         CompressorError: anything the user can cause.
     """
-    from compressor.calibration.data import load_tokenizer, load_tokens
+    from compressor.calibration.data import Choice, load_tokenizer, load_tokens
 
     ready = prepare(job)
     check_runnable(ready)
@@ -225,6 +227,10 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
         sequence_length=job.sequence_length,
         seed=job.seed,
         vocab_size=int(ready.checkpoint.config["vocab_size"]),
+        checkpoint=ready.checkpoint,
+        choice=Choice(job.select, job.pool),
+        device=job.device,
+        progress=progress,
     )
     report = _new_report(ready, tokens)
     with RunDirectory.open(job.out, _run_key(ready, tokens), fresh=job.fresh) as run:
@@ -279,6 +285,7 @@ def export_artifact(
 
 def _new_report(ready: Prepared, tokens: TokenSet) -> Report:
     """A report holding everything known before the first block."""
+    from compressor.calibration.overlap import sketch
     from compressor.export.compressed_tensors import engine_warnings
 
     report = Report(strict=ready.job.strict)
@@ -293,6 +300,8 @@ def _new_report(ready: Prepared, tokens: TokenSet) -> Report:
             "tokens": tokens.tokens,
             "sha256": tokens.sha256,
             "seed": ready.job.seed,
+            "select": ready.job.select,
+            "overlap": sketch(row for batch in tokens.batches for row in batch.tolist()).to_json(),
         },
         "bytes": {"source": ready.plan.source_nbytes, "artifact": ready.plan.nbytes},
         "bits_per_weight": round(ready.plan.bits_per_weight, 4),

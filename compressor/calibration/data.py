@@ -1,22 +1,22 @@
-"""Text to windows of calibration tokens: bundled sets, mixes of them, or a local file.
+"""Text to windows of calibration tokens, whatever the text's source.
 
 Documents are tokenized, shuffled by seed, joined, and cut into windows of exactly the sequence length:
-there is no padding that could enter statistics.
+there is no padding that could enter statistics. sources.py knows where text comes from, packing.py how it
+is cut, selfgen.py how the model writes it, select.py which windows are worth their time.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import random
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from compressor.errors import CompressorError, Problems
-from compressor.shipped import shipped_folder
+from compressor.calibration.chat import renderer_of, special_token, tokenizer_settings
+from compressor.calibration.packing import Marks, added_bos, pack
+from compressor.calibration.sources import HELD_OUT, Part, bundled_names, bundled_text, parts_of
+from compressor.core.report import Progress, no_progress
+from compressor.errors import CompressorError
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     from compressor.checkpoint.base import Checkpoint
 
-HELD_OUT = "held_out"
-"""The bundled evaluation set: never part of calibration."""
+__all__ = ["HELD_OUT", "Choice", "TokenSet", "bundled_names", "bundled_text", "load_tokenizer", "load_tokens"]
+
+SELECTIONS = ("all", "informative")
+CHARACTERS_PER_TOKEN = 8
+"""More than any tokenizer packs on average: how much of a dataset is worth reading."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +50,17 @@ class TokenSet:
     notes: list[str] = field(default_factory=list)
 
 
-def bundled_names() -> list[str]:
-    """Names of the bundled calibration sets (the evaluation set is not among them)."""
-    return sorted(path.stem for path in shipped_folder("calibration_data").glob("*.txt") if path.stem != HELD_OUT)
+@dataclass(frozen=True)
+class Choice:
+    """Which windows to keep: ``all`` takes the first, ``informative`` chooses among ``pool`` times as many."""
 
+    method: str = "all"
+    pool: int = 4
 
-def bundled_text(name: str) -> str:
-    """A bundled set's text.
-
-    Raises:
-        CompressorError: no such set.
-    """
-    path = shipped_folder("calibration_data") / f"{name}.txt"
-    if not path.is_file():
-        raise CompressorError(f"{name}: no such bundled text", expected=", ".join([*bundled_names(), HELD_OUT]))
-    return path.read_bytes().decode("utf-8")
+    @property
+    def factor(self) -> int:
+        """Candidates per window kept."""
+        return 1 if self.method == "all" else self.pool
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -97,29 +96,45 @@ def load_tokens(
     seed: int,
     batch_tokens: int = 2048,
     vocab_size: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    choice: Choice | None = None,
+    device: str = "cpu",
+    progress: Progress = no_progress,
 ) -> TokenSet:
-    """Tokens of ``source``: ``default``, a bundled name, a mix ``prose:40,code:20``, or a .txt/.jsonl file.
+    """At most ``samples`` windows of exactly ``sequence_length`` tokens, in batches of about ``batch_tokens``.
 
-    At most ``samples`` windows of exactly ``sequence_length``, in batches of about ``batch_tokens``.
+    Args:
+        source: ``default``, a bundled name, ``self``, a mix ``prose:40,self:20``, a .txt, .jsonl or .parquet
+            file, a directory saved by ``datasets``, or a dataset of the hub; ``#FIELD`` names a column.
+        tokenizer: The model's.
+        samples, sequence_length: Windows and tokens in each.
+        seed: Order of documents, and every other choice.
+        batch_tokens: Tokens per batch.
+        vocab_size: Refuse ids the model does not have.
+        checkpoint: The model: its chat template and end token are used; ``self`` and selecting need it.
+        choice: Which windows to keep.
+        device: torch device where the model runs for ``self`` and for selecting.
+        progress: Told how sampling and selecting advance.
+
     Too little text gives fewer windows and a note; less than one window gives one shorter window.
 
     Raises:
-        CompressorError: no such source, unreadable, no text in it, or (with ``vocab_size``) a token id
-            the model does not have.
+        CompressorError: no such source, unreadable, no text in it, a token id the model does not have,
+            or a model too large to write text of its own here.
     """
     import torch
 
     _check_positive(samples=samples, sequence_length=sequence_length, batch_tokens=batch_tokens)
+    choice = _checked_choice(choice or Choice(), checkpoint)
+    render, marks = renderer_of(checkpoint), marks_of(tokenizer, checkpoint)
+    budget = samples * choice.factor * sequence_length * CHARACTERS_PER_TOKEN
     windows: list[list[int]] = []
     notes: list[str] = []
-    for documents, wanted, label in _shares(source, samples):
-        found = _windows(documents, tokenizer, wanted, sequence_length, seed, label)
-        if len(found) < wanted or len(found[0]) < sequence_length:
-            notes.append(
-                f"calibration {label}: {len(found)} windows of {len(found[0])} tokens,"
-                f" {wanted} of {sequence_length} were asked for"
-            )
-        windows += found
+    for part in parts_of(source, samples, render, budget=budget, seed=seed):
+        maker = _Maker(tokenizer, marks, sequence_length, seed, checkpoint, device, progress)
+        windows += _kept(maker.windows(part, choice.factor), part, choice, maker, notes)
+    if render.refused:
+        notes.append(f"the chat template refused {len(render.refused)} dialogues ({render.refused[0]}): plain text")
     windows = [w for w in windows if len(w) == sequence_length] or windows[:1]
     _check_vocabulary(windows, vocab_size)
     per_batch = max(1, batch_tokens // sequence_length)
@@ -127,6 +142,84 @@ def load_tokens(
     digest = hashlib.sha256(json.dumps([sequence_length, seed, batch_tokens, windows]).encode()).hexdigest()
     count = sum(map(len, windows))
     return TokenSet(batches, count, digest, f"{source}: {len(windows)} windows, {count} tokens", notes)
+
+
+def marks_of(tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> Marks:
+    """BOS where the tokenizer adds one; the end token that the model's tokenizer_config.json names."""
+    name = special_token(tokenizer_settings(checkpoint), "eos_token") if checkpoint is not None else None
+    return Marks(added_bos(tokenizer), tokenizer.token_to_id(name) if name is not None else None)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the windows of a part."""
+
+    tokenizer: Tokenizer
+    marks: Marks
+    length: int
+    seed: int
+    checkpoint: Checkpoint | None
+    device: str
+    progress: Progress
+
+    def windows(self, part: Part, factor: int) -> list[list[int]]:
+        """At most ``factor`` times as many as the part is to give."""
+        wanted = part.wanted * factor
+        if part.documents is not None:
+            marks = self.marks if part.separate else Marks(self.marks.bos)
+            return pack(
+                part.documents,
+                self.tokenizer,
+                marks,
+                wanted=wanted,
+                length=self.length,
+                seed=self.seed,
+                label=part.label,
+            )
+        from compressor.calibration.selfgen import sample_self
+
+        if self.checkpoint is None:
+            raise CompressorError("--calibration self: needs the model")
+        return sample_self(
+            self.checkpoint,
+            self.tokenizer,
+            self.marks,
+            count=wanted,
+            length=self.length,
+            seed=self.seed,
+            device=self.device,
+            progress=self.progress,
+        )
+
+
+def _kept(found: list[list[int]], part: Part, choice: Choice, maker: _Maker, notes: list[str]) -> list[list[int]]:
+    """The windows of a part that stay, and what there is to say about them."""
+    if len(found) < part.wanted or len(found[0]) < maker.length:
+        notes.append(
+            f"calibration {part.label}: {len(found)} windows of {len(found[0])} tokens,"
+            f" {part.wanted} of {maker.length} were asked for"
+        )
+    if choice.method == "all":
+        return found
+    if len(found) <= part.wanted:
+        notes.append(f"calibration {part.label}: only {len(found)} candidates, nothing to select from")
+        return found
+    from compressor.calibration.select import select_windows
+
+    assert maker.checkpoint is not None
+    picked = select_windows(maker.checkpoint, found, part.wanted, maker.seed, maker.device, maker.progress)
+    notes.append(f"calibration {part.label}: {len(picked)} windows selected from {len(found)}")
+    return [found[index] for index in picked]
+
+
+def _checked_choice(choice: Choice, checkpoint: Checkpoint | None) -> Choice:
+    if choice.method not in SELECTIONS:
+        raise CompressorError("--select", got=repr(choice.method), expected=" or ".join(SELECTIONS))
+    if choice.method != "all" and checkpoint is None:
+        raise CompressorError(f"--select {choice.method}: needs the model")
+    if choice.method != "all" and choice.pool < 2:
+        raise CompressorError("--pool", got=choice.pool, expected="at least 2 candidates per window kept")
+    return choice
 
 
 def _check_positive(**values: int) -> None:
@@ -143,113 +236,3 @@ def _check_vocabulary(windows: list[list[int]], vocab_size: int | None) -> None:
             got=largest,
             expected=f"< {vocab_size}",
         )
-
-
-def _shares(source: str, samples: int) -> list[tuple[list[str], int, str]]:
-    """(documents, windows wanted, label) for each part of a source."""
-    if ":" in source and not Path(source).exists():
-        return _mix(source, samples)
-    if source == "default":
-        documents = [doc for name in bundled_names() for doc in _documents(bundled_text(name))]
-        return [(documents, samples, source)]
-    if source in bundled_names():
-        return [(_documents(bundled_text(source)), samples, source)]
-    path = Path(source)
-    if source == HELD_OUT and not path.exists():
-        raise CompressorError(f"--calibration {source}: this text is for evaluation only")
-    if not path.is_file():
-        names = ["default", *bundled_names()]
-        close = difflib.get_close_matches(source, names, n=1)
-        raise CompressorError(
-            f"--calibration {source}: no such text",
-            expected=f"a .txt or .jsonl file, or one of {', '.join(names)}",
-            hint=f"did you mean {close[0]!r}?" if close else None,
-        )
-    documents = _json_lines(path) if path.suffix == ".jsonl" else _documents(_text(path))
-    return [(documents, samples, source)]
-
-
-def _mix(source: str, samples: int) -> list[tuple[list[str], int, str]]:
-    """``prose:40,code:20`` -> each set with its share of the windows."""
-    parts = []
-    for item in source.split(","):
-        name, _, weight = item.strip().partition(":")
-        if not weight.isdigit() or int(weight) == 0:
-            raise CompressorError(f"--calibration {source}", got=repr(item), expected="NAME:WEIGHT, e.g. prose:40")
-        parts.append((name, int(weight)))
-    total, given, shares = sum(weight for _, weight in parts), 0, []
-    for index, (name, _) in enumerate(parts):
-        upto = sum(w for _, w in parts[: index + 1]) * samples // total
-        ((documents, _, label),) = _shares(name, samples)
-        if upto > given:
-            shares.append((documents, upto - given, label))
-        given = upto
-    return shares
-
-
-def _text(path: Path) -> str:
-    """A UTF-8 file's text, lines ended by LF, without a byte order mark."""
-    try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-    except OSError as error:
-        raise CompressorError(f"--calibration {path}: cannot be read", got=error.strerror) from error
-    except UnicodeDecodeError as error:
-        raise CompressorError(f"--calibration {path}: not UTF-8", got=f"byte {error.start}") from error
-
-
-def _documents(text: str) -> list[str]:
-    """Text split where lines are blank, joined again to pieces of about 1,000 characters."""
-    pieces: list[str] = []
-    for part in re.split(r"\n(?:[^\S\n]*\n)+", text):
-        if pieces and len(pieces[-1]) < 1000:
-            pieces[-1] += "\n\n" + part
-        else:
-            pieces.append(part)
-    return [piece for piece in pieces if piece.strip()]
-
-
-def _json_lines(path: Path) -> list[str]:
-    """One document per line: its ``text``, or its ``messages`` joined. Bad lines are named, five at most."""
-    documents, problems = [], []
-    for number, line in enumerate(_text(path).split("\n"), start=1):  # U+2028 may stand inside a string
-        if not line.strip():
-            continue
-        try:
-            documents.append(_document(json.loads(line)))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            expected = '{"text": "..."} or {"messages": [{"role": ..., "content": ...}]}'
-            problems.append(CompressorError(f"line {number}: not a document", got=line[:60], expected=expected))
-    if problems:
-        raise Problems(f"--calibration {path}: {len(problems)} unusable lines", problems[:5])
-    return [document for document in documents if document.strip()]
-
-
-def _document(record: Any) -> str:
-    parts = [record["text"]] if "text" in record else [m["content"] for m in record["messages"]]
-    if not all(isinstance(part, str) for part in parts):
-        raise TypeError("text and content must be strings")
-    "".join(parts).encode()  # a lone surrogate is no text: UnicodeEncodeError is a ValueError
-    if "text" in record:
-        return str(record["text"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in record["messages"])
-
-
-def _windows(
-    documents: list[str], tokenizer: Tokenizer, wanted: int, length: int, seed: int, label: str
-) -> list[list[int]]:
-    """At most ``wanted`` windows of exactly ``length`` tokens; one shorter when the text does not fill one.
-
-    Documents follow each other in an order drawn by ``seed``, a blank line after each, until there is
-    enough.
-    """
-    shuffled = list(documents)
-    random.Random(seed).shuffle(shuffled)
-    ids: list[int] = []
-    for document in shuffled:
-        if len(ids) >= wanted * length:
-            break
-        ids += tokenizer.encode(f"{document}\n\n", add_special_tokens=True).ids
-    if not ids:
-        raise CompressorError(f"--calibration {label}: holds no text", hint="give a file with text in it")
-    count = min(wanted, len(ids) // length)
-    return [ids[i * length : (i + 1) * length] for i in range(count)] or [ids]

@@ -90,9 +90,26 @@ def _run(
     result["text_sha256"] = hashlib.sha256(content.encode()).hexdigest()
     notes = [f"{m.label}: {note}" for m in (model, base) if m for note in m.notes]
     result["notes"] = list(dict.fromkeys(notes))
+    result.update(_overlap(target, windows.tokens.tolist(), result["notes"]))
     result["versions"] = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     result["versions"] = {"compressor": __version__, **result["versions"]}
     return result
+
+
+def _overlap(target: str, rows: list[list[int]], notes: list[str]) -> dict[str, float]:
+    """The share of the scored text that an artifact was calibrated on, where its report tells; a warning too."""
+    from compressor.calibration.overlap import WARN_SHARE, overlap_share, stored_sketch
+
+    found = stored_sketch(Path(target))
+    if found is None:
+        return {}
+    share = overlap_share(found, rows)
+    if share >= WARN_SHARE:
+        notes.append(
+            f"about {100 * share:.0f} % of this text was in the calibration text of {target}:"
+            " the score flatters it, use another text"
+        )
+    return {"calibration_overlap": round(share, 4)}
 
 
 def read_text(source: str) -> str:

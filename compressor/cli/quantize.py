@@ -21,12 +21,20 @@ def quantize(
     recipe: Annotated[str, typer.Option(help="Recipe file, or the name of a shipped one.")],
     out: Annotated[Path, typer.Option(help="Directory to create.")],
     calibration: Annotated[
-        str, typer.Option(help="Bundled set, mix (prose:40,code:20), or a .txt/.jsonl file.")
+        str,
+        typer.Option(
+            help="Bundled set, `self`, mix (prose:40,self:20), .txt/.jsonl/.parquet file, saved dataset, or"
+            " OWNER/NAME on the hub; #FIELD names a column."
+        ),
     ] = "default",
     samples: Annotated[
         int, typer.Option(min=1, help="Calibration windows; the bundled text fills 53 of 512 tokens.")
     ] = 48,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per calibration window.")] = 512,
+    select: Annotated[
+        str, typer.Option(help="all, or informative: the windows that stand best for POOL times as many.")
+    ] = "all",
+    pool: Annotated[int, typer.Option(min=2, help="Candidates per window, for --select informative.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     device: Annotated[str, typer.Option(help="torch device of the linear algebra.")] = "cpu",
     substitute: Annotated[
@@ -58,6 +66,8 @@ def quantize(
         samples=samples,
         sequence_length=sequence_length,
         seed=seed,
+        select=select,
+        pool=pool,
         device=device,
         strict=strict,
         fresh=fresh,

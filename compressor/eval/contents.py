@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from compressor.calibration.data import load_tokenizer
+from compressor.calibration.packing import added_bos
 from compressor.checkpoint.base import Checkpoint
 from compressor.checkpoint.files import parse_json
 from compressor.checkpoint.integrity import scan_gguf, scan_safetensors
 from compressor.checkpoint.reader import DEMO, demo_file
 from compressor.checkpoint.safetensors import MANIFEST
 from compressor.errors import CompressorError
-from compressor.eval.windows import added_bos
 from compressor.models import open_model
 
 _CONFIG_KEYS = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compressor.calibration.packing import added_bos
 from compressor.errors import CompressorError
 
 if TYPE_CHECKING:
@@ -59,15 +60,6 @@ def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], int | None]
     finally:
         tokenizer.encode_special_tokens = parsed
     return (ids, None) if bos is None else ([bos, *ids], bos)
-
-
-def added_bos(tokenizer: Tokenizer) -> int | None:
-    """The token the tokenizer puts before every text, if it does."""
-    plain = tokenizer.encode("a", add_special_tokens=False).ids
-    marked = tokenizer.encode("a", add_special_tokens=True).ids
-    if marked[:1] == plain[:1] or not marked:
-        return None
-    return int(marked[0])
 
 
 def make_windows(

@@ -69,12 +69,13 @@ def test_batches_are_int64_of_about_batch_tokens() -> None:
     assert [tuple(batch.shape) for batch in wide.batches] == [(1, 64), (1, 64)]
 
 
-def test_every_document_starts_with_bos_and_ends_with_a_blank_line(tmp_path: Path) -> None:
+def test_every_window_starts_with_bos_and_every_document_ends_with_a_blank_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n\n{"text": "two"}\n')
-    found = load(path, bos=True, samples=1, sequence_length=12)
+    found = load(path, bos=True, samples=2, sequence_length=6)
     assert text_of(found) in ("<s>one\n\n<s>two\n\n", "<s>two\n\n<s>one\n\n")
-    (row,) = windows(found)
-    assert [i for i, token in enumerate(row) if token == 256] == [0, 6]
+    assert [len(row) for row in windows(found)] == [6, 6]
+    one_row = load(path, bos=True, samples=1, sequence_length=11)
+    assert text_of(one_row) in ("<s>one\n\ntwo\n\n", "<s>two\n\none\n\n")
 
 
 def test_too_little_text_gives_fewer_windows_and_a_note(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_jsonl_takes_text_and_messages(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
     lines = [json.dumps({"messages": turns}), '{"text": "a\u2028b"}', '{"text": "  "}']
     found = load(write(tmp_path / "a.jsonl", "\n".join(lines)), samples=100, sequence_length=1)
-    assert sorted(text_of(found).strip().split("\n\n")) == ["a\u2028b", "user: Hi?\nassistant: Yes."]
+    assert sorted(text_of(found).strip().split("\n\n")) == ["User: Hi?\nAssistant: Yes.", "a\u2028b"]
 
 
 @pytest.mark.parametrize(

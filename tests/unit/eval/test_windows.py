@@ -6,7 +6,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from compressor.errors import CompressorError
-from compressor.eval.windows import added_bos, encode_text, make_windows
+from compressor.calibration.packing import added_bos
+from compressor.eval.windows import encode_text, make_windows
 
 
 @pytest.fixture
