@@ -5,6 +5,7 @@ A rounding pass ``passes/NAME.py`` exports::
     NEEDS: frozenset[str]             # statistics it wants: {"hessian"} or empty
     KIND: str                         # "round" (rescaling passes come later)
     SYMMETRIC_ONLY: bool              # plans refuse asymmetric formats for it
+    FLOATS: bool                      # it rounds float formats too (left out: it does not)
     class Options(PassOptions): ...   # its options with defaults and help, strict
     def run(weight, spec, stats, options, device) -> Rounded
 

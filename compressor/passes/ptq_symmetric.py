@@ -12,12 +12,13 @@ from compressor.calibration.stats import LayerStats
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
 from compressor.errors import CompressorError
-from compressor.kernels import affine
+from compressor.kernels import affine, fp8
 from compressor.passes.base import PassOptions, Rounded
 
 NEEDS: frozenset[str] = frozenset()
 KIND = "round"
 SYMMETRIC_ONLY = True
+FLOATS = True
 
 
 class Options(PassOptions):
@@ -27,7 +28,7 @@ class Options(PassOptions):
         "mse", description="absmax covers every weight; mse clips where that lowers the squared error"
     )
     range: Literal["full", "textbook"] = Field(
-        "full", description="full uses codes -2^(b-1)..2^(b-1)-1; textbook leaves out the lowest one"
+        "full", description="full uses codes -2^(b-1)..2^(b-1)-1; textbook leaves out the lowest one (integers)"
     )
 
 
@@ -53,6 +54,8 @@ def run(
             expected="a symmetric format",
             hint="use the pass gptq, or set symmetric: true",
         )
+    if spec.kind == "float":
+        return _round_floats(weight, spec, options)
     low, high = affine.code_range(spec.bits, options.range)
     scales, _ = affine.choose_scales(
         weight,
@@ -63,12 +66,22 @@ def run(
         search=options.scales,
     )
     codes = affine.round_codes(weight, scales, None, low, high)
-    return Rounded(QTensor(codes, scales, None, spec), _facts(weight, scales, low, high))
-
-
-def _facts(weight: NDArray[np.float32], scales: NDArray[np.float32], low: int, high: int) -> dict[str, float]:
     even = np.ones(weight.shape[1], dtype=np.float32)
     error, _, _ = affine.moments(weight, even, scales, np.zeros_like(scales), low, high)
+    return Rounded(QTensor(codes, scales, None, spec), _facts(weight, error))
+
+
+def _round_floats(weight: NDArray[np.float32], spec: Spec, options: Options) -> Rounded:
+    """Every weight to its nearest FP8 value."""
+    tile = spec.tile(*weight.shape)
+    scales = fp8.choose_scales(weight, tile, scale_dtype=spec.scale_dtype, search=options.scales)
+    codes = fp8.round_codes(weight, scales, tile)
+    error = fp8.moments(weight, np.ones(weight.shape[1], dtype=np.float32), scales, tile)[0]
+    return Rounded(QTensor(codes, scales, None, spec), _facts(weight, error))
+
+
+def _facts(weight: NDArray[np.float32], error: NDArray[np.float64]) -> dict[str, float]:
+    """``error`` holds the squared error of every group."""
     total = float(np.einsum("ij,ij->", weight, weight, dtype=np.float64))
     cost = float(error.sum())
     return {"weight_error": cost, "relative_weight_error": cost / total if total else 0.0}

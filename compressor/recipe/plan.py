@@ -12,6 +12,7 @@ from compressor.core.spec import Spec, dividing_group_sizes
 from compressor.errors import CompressorError, Problems
 from compressor.kernels.floats import FLOAT_BYTES
 from compressor.recipe.estimate import RunShape, artifact_nbytes, disk_bytes, peak_parts
+from compressor.recipe.formats import to_spec
 from compressor.recipe.matching import Model, Target, abbreviated, matches, unmatched
 from compressor.recipe.rules import INSTEAD, Recipe, Rule
 from compressor.recipe.written import QUANTIZABLE
@@ -139,8 +140,7 @@ class _Planner:
         """The format of one tensor; None, and remembered, where its groups do not divide."""
         assert rule.format is not None
         self.quantized += 1
-        scale_dtype = rule.format["scale_dtype"] or ("BF16" if info.dtype == "BF16" else "F16")
-        spec = Spec(**{**rule.format, "scale_dtype": scale_dtype})
+        spec = to_spec(rule.format, info.dtype)
         width = info.shape[1]
         if spec.group_size > 0 and width % spec.group_size:
             self.indivisible[abbreviated(module), width, spec.group_size, rule.where] += 1

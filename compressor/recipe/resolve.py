@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from compressor.core.plan import PassCall
 from compressor.errors import CompressorError
 from compressor.passes import base as passes
-from compressor.recipe.formats import DEFAULTS, KEEP, PRESETS, SCALE_DTYPES
+from compressor.recipe.formats import DEFAULTS, FLOAT_DEFAULTS, KEEP, PRESETS, SCALE_DTYPES, to_spec
 from compressor.recipe.mistakes import Mistake, did_you_mean
 from compressor.recipe.rules import LATER, Recipe, Rule
 from compressor.recipe.written import Format, RecipeModel, RuleModel, Section, ShortRecipeModel
 from compressor.recipe.yamlmarks import Loc, line_of
 
-DEFAULT_PASSES = ("gptq",)
+DEFAULT_PASSES = {"int": ("gptq",), "float": ("ptq_symmetric",)}
 _SECTIONS = {
     "embedding_layer": "embedding",
     "attention_layers": "attention",
@@ -90,7 +90,11 @@ class Resolver:
     def _section(self, key: str, section: Section) -> Rule:
         loc: Loc = ("quantization_config", key)
         written = Format(
-            bits=None, preset=section.precision, group_size=section.group_size, symmetric=section.symmetric
+            bits=None,
+            block=None,
+            preset=section.precision,
+            group_size=section.group_size,
+            symmetric=section.symmetric,
         )
         spec = self._format(written, (*loc, "precision"))
         calls = self._passes([section.method] if section.method else None, spec, (*loc, "method"))
@@ -99,7 +103,7 @@ class Resolver:
         return Rule(where, (_SECTIONS[key],), None, None, spec, calls, kept_as, short=True)
 
     def _format(self, written: Format, loc: Loc) -> dict[str, Any] | None:
-        """Bits, group_size, symmetric, scale_dtype; None = keep."""
+        """Bits, group_size, symmetric, scale_dtype, and what else differs from a plain integer; None = keep."""
         changes = written.model_dump(exclude_none=True, exclude={"preset"})
         base: dict[str, Any] = {}
         if written.preset in KEEP:
@@ -113,21 +117,29 @@ class Resolver:
             base = PRESETS["int8"]  # the passes are checked all the same
         elif written.preset is not None:
             base = PRESETS[written.preset]
+        elif written.kind == "float":
+            base = FLOAT_DEFAULTS if written.block is None else {**FLOAT_DEFAULTS, "group_size": 0}
         elif written.bits is None:
             self._problem(loc, "a format needs bits or a preset")
         found = {**DEFAULTS, **base, **changes}
         found["scale_dtype"] = SCALE_DTYPES.get(str(found["scale_dtype"]))
+        try:
+            to_spec({"bits": 8, **found}, "BF16")
+        except ValueError as error:
+            self._problem(loc, str(error))
+            return {**DEFAULTS, **PRESETS["int8"]}  # the passes are checked all the same
         return found
 
     def _passes(self, written: Any, spec: Mapping[str, Any] | None, loc: Loc) -> tuple[PassCall, ...]:
         if spec is None:
             if written:
-                self._problem(loc, "passes on a tensor that is kept as stored", hint="choose an integer format")
+                self._problem(loc, "passes on a tensor that is kept as stored", hint="choose a format that rounds")
             return ()
         if written == []:
             self._problem(loc, "no pass rounds the weight", expected=", ".join(passes.available()))
         entries = []
-        for index, item in enumerate(DEFAULT_PASSES if written is None else written):
+        default = DEFAULT_PASSES[spec.get("kind", "int")]
+        for index, item in enumerate(default if written is None else written):
             entry = {item: None} if isinstance(item, str) else item
             if len(entry) != 1:
                 self._problem((*loc, index), "one pass per list item", got=str(entry))
@@ -185,6 +197,8 @@ class Resolver:
         for name in rounding:
             if getattr(passes.load(name), "SYMMETRIC_ONLY", False) and not spec["symmetric"]:
                 self._problem(loc, f"{name} rounds symmetric formats only", hint="use gptq, or symmetric: true")
+            if spec.get("kind") == "float" and not getattr(passes.load(name), "FLOATS", False):
+                self._problem(loc, f"{name} rounds integer formats only", got="fp8", hint="use ptq_symmetric")
 
     def _cache(self, precision: str) -> None:
         loc: Loc = ("quantization_config", "kv_cache", "precision")

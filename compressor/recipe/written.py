@@ -99,6 +99,9 @@ class Format(_Strict):
     group_size: int | None = Field(None, ge=-1)
     symmetric: bool | None = None
     scale_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    kind: Literal["int", "float"] | None = None
+    block: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=2, max_length=2)
+    activations: Literal["int8", "fp8"] | None = None
 
 
 class RuleModel(_Strict):
