@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from compressor.arch.base import Family
+from compressor.calibration.activations import fake_quantize, input_kind, quantize_inputs
 from compressor.calibration.linear import fast_linears, fix_threads, linear
 from compressor.calibration.stats import LayerStats
 from compressor.checkpoint.base import Checkpoint
@@ -98,6 +99,7 @@ class Walk:
         state = {n: _owned(self.checkpoint.read(prefix + n), self.device) for n in names}
         block.load_state_dict(state, assign=True)
         fast_linears(block)
+        quantize_inputs(block, prefix, self.checkpoint)
         return block.eval()
 
     def release(self, block: nn.Module) -> None:
@@ -156,7 +158,9 @@ class Walk:
             if self.family.tied(self.checkpoint.config) or head not in self.checkpoint.tensors:
                 head = f"{self.family.embedding}.weight"
             self._head = _owned(self.checkpoint.read(head), self.device)
-        return linear(self._final_norm()(hidden), self._head)
+        final = self._final_norm()(hidden)
+        kind = input_kind(self.checkpoint, self.family.head)
+        return linear(fake_quantize(final, kind) if kind else final, self._head)
 
     def _final_norm(self) -> nn.Module:
         """The final norm, its weight read on first use."""

@@ -28,6 +28,9 @@ CEILING = 1.2
 FLOAT_LIMIT = 0.01
 """A float tensor in another float dtype."""
 
+FP8_ERROR = 0.0236
+"""Relative error of E4M3, root mean square, mantissas evenly spread: (1/8) / sqrt(12) over sqrt(7/3)."""
+
 _BLOCK = 1 << 22
 """Elements compared at once: bounds the float64 temporaries of a large embedding."""
 
@@ -164,7 +167,8 @@ def error_limit(
 def rounding_error(source: NDArray[np.float32], spec: Spec) -> float:
     """Expected relative error of rounding float32 [out, in] to nearest: step / sqrt(12) per weight.
 
-    A group's step is its largest magnitude over spec.qmax. At most 1.0, the error of all zeros.
+    A group's step is its largest magnitude over spec.qmax. FP8's step follows the weight: FP8_ERROR of it,
+    and no less than the subnormal step, 2^-9 of a scale. At most 1.0, the error of all zeros.
     """
     width = spec.columns_per_scale(source.shape[1])
     square, peaks = 0.0, []
@@ -172,9 +176,11 @@ def rounding_error(source: NDArray[np.float32], spec: Spec) -> float:
         square += float(np.square(rows, dtype=np.float64).sum())
         peaks.append(np.abs(rows).reshape(-1, width).max(axis=1).astype(np.float64))
     peak = np.concatenate(peaks)
-    if spec.group_size == TENSOR:
+    if spec.group_size == TENSOR:  # one scale, or blocks: never larger than the tensor's
         peak = np.full_like(peak, peak.max())
-    noise = float(np.square(peak / spec.qmax).sum()) * width / 12
+    top = 448 * 2**9 if spec.kind == "float" else spec.qmax
+    noise = float(np.square(peak / top).sum()) * width / 12
+    noise += FP8_ERROR**2 * square if spec.kind == "float" else 0.0
     return min(1.0, (noise / square) ** 0.5) if square else 1.0
 
 
