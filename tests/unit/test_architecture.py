@@ -14,7 +14,7 @@ FLOORS = [
     {"core"},
     {"arch"},
     {"checkpoint", "calibration"},
-    {"passes", "export"},
+    {"passes", "export", "transforms"},
     {"recipe", "eval", "models"},
     {"pipeline", "rounding"},
     {"cli"},
