@@ -184,6 +184,8 @@ def export(
     window = artifact.config.get("sliding_window")
     if window and window < artifact.config.get("max_position_embeddings", 0):
         report.degrade(f"llama.cpp attends beyond the sliding window of {window} positions")
+    if any(spec.activations for spec in getattr(artifact, "specs", {}).values()):
+        report.note("how inputs are to be quantized is not carried: llama.cpp quantizes them its own way")
     entries = _entries(artifact, family, float_type, report)
     with _partial(out, artifact, sum(entry.nbytes for entry in entries)) as partial:
         _write(partial, artifact, family, vocabulary, entries, progress)

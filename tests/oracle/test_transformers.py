@@ -17,15 +17,21 @@ from compressor.kernels.floats import round_to_dtype
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32,
-    "I32": torch.int32, "I64": torch.int64, "I8": torch.int8,
+    "F16": torch.float16, "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 INT4, INT8 = Spec(4, 32), Spec(8, -1)
+FP8, FP8_TENSOR = Spec(8, -1, kind="float"), Spec(8, 0, kind="float")
+FP8_BLOCK = Spec(8, 0, kind="float", block=(128, 128))
+W8A8 = Spec(8, -1, activations="int8")
+FP8_DYNAMIC = Spec(8, -1, kind="float", activations="fp8")
 TOLERANCE = 1e-5
 Choose = Callable[[str], Spec | None]
 
 
 def absmax(weight: np.ndarray, spec: Spec) -> QTensor:
     """Round to nearest; scales span the largest magnitude, or min..max for asymmetric formats."""
+    if spec.kind == "float":
+        return absmax_float(weight, spec)
     shape = spec.scales_shape(*weight.shape)
     grouped = weight.reshape(shape[0], shape[1], -1)
     high, low = grouped.max(2).clip(0), grouped.min(2).clip(None, 0)
@@ -35,6 +41,19 @@ def absmax(weight: np.ndarray, spec: Spec) -> QTensor:
     codes = np.rint(grouped / scales[..., None]) + (0 if zeros is None else zeros[..., None])
     codes = np.clip(codes, spec.qmin, spec.qmax).astype(np.int8).reshape(weight.shape)
     return QTensor(codes, scales, None if zeros is None else zeros.astype(np.int8), spec)
+
+
+def absmax_float(weight: np.ndarray, spec: Spec) -> QTensor:
+    """The largest magnitude of every tile at 448; torch rounds."""
+    height, width = spec.tile(*weight.shape)
+    scales = np.empty(spec.scales_shape(*weight.shape), np.float32)
+    codes = np.empty(weight.shape, np.uint8)
+    for i, j in np.ndindex(*scales.shape):
+        tile = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        scales[i, j] = round_to_dtype(np.abs(weight[tile]).max() / np.float32(448), spec.scale_dtype)
+        ratio = torch.from_numpy(weight[tile] / scales[i, j]).clamp(-448, 448)
+        codes[tile] = ratio.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return QTensor(codes, scales, None, spec)
 
 
 def round_linears(source: SafetensorsCheckpoint, choose: Choose) -> dict[str, QTensor | None]:
@@ -120,6 +139,13 @@ CASES: dict[str, Choose] = {
     "one block float": blocks(INT4, None, **{"layers.0": None}),
     "int8 with int8 head": blocks(INT8, INT8),
     "int4 with int8 head": blocks(INT4, INT8),
+    "fp8 channel": blocks(FP8),
+    "fp8 tensor": blocks(FP8_TENSOR),
+    "fp8 block": blocks(FP8_BLOCK),
+    "fp8 with fp8 head": blocks(FP8, FP8),
+    "int4, fp8, fp8 block, int8 tensor and float": blocks(
+        INT4, None, down_proj=FP8, o_proj=FP8_BLOCK, up_proj=Spec(8, 0), k_proj=None
+    ),
 }
 
 
@@ -136,6 +162,58 @@ def test_tied_model(tiny_model, tmp_path):
 
 def test_biases_stay_in_place(tiny_model, tmp_path):
     check(tiny_model("qwen2"), tmp_path / "a", blocks(INT4))
+
+
+def test_fp8_blocks_at_the_edges(tiny_model, tmp_path):
+    """192 x 64, 64 x 192 and 64 x 64 in blocks of 128: those at the edges are smaller."""
+    source = tiny_model("llama", intermediate_size=192)
+    check(source, tmp_path / "a", blocks(FP8_BLOCK))
+    stored = SafetensorsCheckpoint(tmp_path / "a").tensors
+    assert stored["model.layers.0.mlp.up_proj.weight_scale"].shape == (2, 1)
+    assert stored["model.layers.0.mlp.down_proj.weight_scale"].shape == (1, 2)
+
+
+@pytest.mark.parametrize("scale_dtype", ["F32", "F16"])
+def test_fp8_scales_in_other_dtypes(tiny_model, tmp_path, scale_dtype):
+    check(tiny_model("llama"), tmp_path / "a", blocks(Spec(8, -1, scale_dtype=scale_dtype, kind="float")))
+
+
+def walked(folder: Path) -> torch.Tensor:
+    """Float32 logits of the tokens of ``logits``, by our own walk."""
+    from compressor.arch import find_family
+    from compressor.calibration.walk import Walk
+
+    artifact = ct.ArtifactCheckpoint(SafetensorsCheckpoint(folder))
+    walk = Walk(artifact, find_family(artifact.config, artifact.label))
+    streams = walk.embed([torch.arange(48).reshape(2, 24) * 7 % artifact.config["vocab_size"]])
+    for layer in range(walk.layers):
+        walk.forward(walk.block(layer), layer, streams)
+    return walk.logits(streams[0])
+
+
+ACTIVATIONS: dict[str, Choose] = {
+    "w8a8": blocks(W8A8),
+    "fp8 dynamic": blocks(FP8_DYNAMIC),
+    "w8a8 tensor with its head": blocks(Spec(8, 0, activations="int8"), W8A8),
+    "w4a8 groups": blocks(Spec(4, 32, activations="int8")),
+    "w8a8, fp8 dynamic, int4 and float": blocks(W8A8, None, down_proj=FP8_DYNAMIC, o_proj=None, up_proj=INT4),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_quantized_activations(tiny_model, tmp_path, monkeypatch, name):
+    """Our walk rounds inputs token by token as compressed-tensors does; a model with float inputs differs.
+
+    Both through the same matrix products: a last bit may decide which code an input gets.
+    """
+    monkeypatch.setattr("compressor.calibration.linear.onednn_is_faster", lambda: False)
+    source, out = tiny_model("llama"), tmp_path / "a"
+    rounded = round_linears(SafetensorsCheckpoint(source), ACTIVATIONS[name])
+    write(source, out, rounded, tied=False)
+    theirs = logits(out)
+    scale = theirs.abs().max().item()
+    assert (walked(out) - theirs).abs().max().item() <= 1e-4 * scale
+    assert (logits(source, rounded) - theirs).abs().max().item() > 1e-3 * scale  # inputs are quantized
 
 
 @pytest.mark.parametrize("scale_dtype", ["BF16", "F32"])
