@@ -215,35 +215,35 @@ def _encode(bits, values, codes):  # type: ignore[no-untyped-def]
         codes[i] = np.uint8(code | ((bits[i] >> np.uint32(24)) & np.uint32(128)))
 
 
-@njit(cache=True, error_model="numpy")
-def _nearest(ratio, bits):  # type: ignore[no-untyped-def]
-    """Every ratio float32 [n] becomes its nearest E4M3 value, in place; bits is the same memory as uint32."""
-    for j in range(ratio.size):
-        magnitude = bits[j] & np.uint32(0x7FFFFFFF)
-        kept = (magnitude + np.uint32(0x7FFFF) + ((magnitude >> np.uint32(20)) & np.uint32(1))) & np.uint32(
-            0xFFF00000
-        )
-        small = np.rint(ratio[j] * np.float32(512)) * np.float32(0.001953125)
-        sign = bits[j] & np.uint32(0x80000000)
-        bits[j] = sign | min(kept, np.uint32(0x43E00000))  # 448
-        if magnitude < np.uint32(0x3C800000):  # under 2^-6
-            ratio[j] = small
+@njit(inline="always")
+def _nearest(x):  # type: ignore[no-untyped-def]
+    """The E4M3 value nearest to x, both float32: as _encode on its bits, without the code."""
+    bits = np.float32(x).view(np.uint32)
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
+    kept = np.uint32(np.uint32(magnitude + np.uint32(0x7FFFF) + odd) & np.uint32(0xFFF00000))
+    kept = min(kept, np.uint32(0x43E00000))  # 448
+    value = np.uint32(kept | np.uint32(bits & np.uint32(0x80000000))).view(np.float32)
+    small = np.float32(np.float32(x + np.float32(24576)) - np.float32(24576))  # a step of 24576 is 2^-9
+    return small if magnitude < np.uint32(0x3C800000) else value  # under 2^-6
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
 def _moments(weight, importance, scales, tile_rows, tile_columns, out):  # type: ignore[no-untyped-def]
+    """Rounded first, then summed: the first loop runs on vectors, each sum keeps its order."""
     rows, columns = weight.shape
     for r in prange(rows):
+        values = np.empty(columns, np.float32)
         for t in range(scales.shape[1]):
             start, end = t * tile_columns, min(columns, (t + 1) * tile_columns)
-            scale, line, heights = scales[r // tile_rows, t], weight[r, start:end], importance[start:end]
-            values = line / scale
-            _nearest(values, values.view(np.uint32))
+            scale = scales[r // tile_rows, t]
+            for j in range(start, end):
+                values[j] = _nearest(weight[r, j] / scale)
             error, cross, power = 0.0, 0.0, 0.0
-            for j in range(end - start):
-                height, value = np.float64(heights[j]), np.float64(values[j])
-                difference = np.float64(line[j] - values[j] * scale)
+            for j in range(start, end):
+                height, value = np.float64(importance[j]), np.float64(values[j])
+                difference = np.float64(weight[r, j] - values[j] * scale)
                 error += height * difference * difference
-                cross += height * np.float64(line[j]) * value
+                cross += height * np.float64(weight[r, j]) * value
                 power += height * value * value
             out[0, r, t], out[1, r, t], out[2, r, t] = error, cross, power
