@@ -15,7 +15,7 @@ FLOORS = [
     {"arch"},
     {"checkpoint", "calibration"},
     {"passes", "export", "transforms"},
-    {"recipe", "eval", "models"},
+    {"recipe", "eval", "models", "distill"},
     {"pipeline", "rounding"},
     {"cli"},
 ]
