@@ -26,6 +26,7 @@ from compressor.models import open_source
 from compressor.recipe.plan import RunShape, make_plan
 from compressor.recipe.schema import Recipe, load_recipe, unavailable
 from compressor.rounding import Work, check_finite, round_blocks, shard_name
+from compressor.transforms import base as transforms
 
 if TYPE_CHECKING:
     from compressor.calibration.data import TokenSet
@@ -75,6 +76,7 @@ def prepare(job: Job) -> Prepared:
     _check_place(job.out, checkpoint)
     family = find_family(checkpoint.config, job.model)
     check_against_family(checkpoint, family)
+    checkpoint = transforms.apply(recipe.transforms, checkpoint, family)
     plan = make_plan(
         label=checkpoint.label,
         config=checkpoint.config,
@@ -113,18 +115,27 @@ def plan_model(
     has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.suffix != ".json"
     if has_weights:
         ready = prepare(job)
-        return _with_limits(ready.plan, ready.family.tied(ready.checkpoint.config))
+        return _with_limits(_with_notes(ready), ready.family.tied(ready.checkpoint.config))
     label, config = open_config(path)
-    family = _checked_family(config, label)
+    family, written = _checked_family(config, label), load_recipe(recipe, substitutions)
+    added = transforms.notes(written.transforms, config, family)
+    config = transforms.present(written.transforms, config, family, label)
     plan = make_plan(
         label=label,
         config=config,
         family=family,
         tensors=None,
-        recipe=load_recipe(recipe, substitutions),
+        recipe=written,
         run=RunShape(samples, sequence_length),
     )
-    return _with_limits(plan, family.tied(config))
+    return _with_limits(replace(plan, notes=(*plan.notes, *added)), family.tied(config))
+
+
+def _with_notes(ready: Prepared) -> Plan:
+    """The plan, with what the recipe's transforms say of the model (a run tells it with the source's notes)."""
+    config = transforms.untransformed(ready.checkpoint).config
+    added = transforms.notes(ready.recipe.transforms, config, ready.family)
+    return replace(ready.plan, notes=(*ready.plan.notes, *added))
 
 
 def _with_limits(plan: Plan, tied: bool) -> Plan:
@@ -237,7 +248,7 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
         if run.already_done:
             return ready, _stored_report(job.out, report)
         check_free_space(job.out, ready.plan.disk_bytes)
-        check_finite(ready.checkpoint, progress)
+        check_finite(transforms.untransformed(ready.checkpoint), progress)
         work = Work(ready.checkpoint, ready.family, ready.plan, job.device, job.strict)
         round_blocks(work, run, tokens, progress)
         _gather_facts(ready, run, report)

@@ -47,7 +47,7 @@ class Rotation:
         """Q itself, by Kronecker products."""
         found: Matrix = np.ones((1, 1))
         for factor in self.factors:
-            found = np.kron(found, factor)
+            found = np.asarray(np.kron(found, factor), np.float64)
         return found if self.signs is None else self.signs[:, None] * found
 
 

@@ -16,6 +16,7 @@ from compressor.recipe.formats import to_spec
 from compressor.recipe.matching import Model, Target, abbreviated, matches, unmatched
 from compressor.recipe.rules import INSTEAD, Recipe, Rule
 from compressor.recipe.written import QUANTIZABLE
+from compressor.transforms import base as transforms
 
 __all__ = ["RunShape", "headers_from_config", "make_plan"]
 
@@ -51,6 +52,8 @@ def make_plan(
     planner.check(label)
     dims = family.dims(config)
     parts = peak_parts(planned, family, dims, run)
+    if recipe.transforms:
+        parts["transforms"] = transforms.memory(recipe.transforms, config, family)
     return Plan(
         model=label,
         family=family.name,

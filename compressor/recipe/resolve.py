@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from compressor.recipe.mistakes import Mistake, did_you_mean
 from compressor.recipe.rules import LATER, Recipe, Rule
 from compressor.recipe.written import Format, RecipeModel, RuleModel, Section, ShortRecipeModel
 from compressor.recipe.yamlmarks import Loc, line_of
+from compressor.transforms import base as transforms
 
 DEFAULT_PASSES = {"int": ("gptq",), "float": ("ptq_symmetric",)}
 _SECTIONS = {
@@ -42,7 +43,9 @@ class Resolver:
     def recipe(self, model: RecipeModel | ShortRecipeModel) -> Recipe:
         """The rules, in order."""
         rules = self._short(model) if isinstance(model, ShortRecipeModel) else self._long(model)
-        return Recipe(model.name or self.path.stem, str(self.path), rules, tuple(self.missing), tuple(self.notes))
+        calls = self._transforms(getattr(model, "transforms", None) or [])
+        name, missing, notes = model.name or self.path.stem, tuple(self.missing), tuple(self.notes)
+        return Recipe(name, str(self.path), rules, missing, notes, tuple(calls))
 
     def unused(self) -> list[CompressorError]:
         """Substitutions for something the recipe does not use."""
@@ -137,16 +140,35 @@ class Resolver:
             return ()
         if written == []:
             self._problem(loc, "no pass rounds the weight", expected=", ".join(passes.available()))
-        entries = []
         default = DEFAULT_PASSES[spec.get("kind", "int")]
-        for index, item in enumerate(default if written is None else written):
-            entry = {item: None} if isinstance(item, str) else item
-            if len(entry) != 1:
-                self._problem((*loc, index), "one pass per list item", got=str(entry))
-            entries += [(name, options or {}, (*loc, index)) for name, options in entry.items()]
+        entries = self._entries("pass", default if written is None else written, loc)
         calls = [call for entry in self._substituted(entries) for call in self._call(*entry)]
         self._one_rounding(calls, spec, loc)
         return tuple(calls)
+
+    def _entries(self, word: str, written: Iterable[Any], loc: Loc) -> list[_Entry]:
+        """``[rtn, gptq: {damp: 0.1}]`` as names with options and places."""
+        entries: list[_Entry] = []
+        for index, item in enumerate(written):
+            entry = {item: None} if isinstance(item, str) else item
+            if len(entry) != 1:
+                self._problem((*loc, index), f"one {word} per list item", got=str(entry))
+            entries += [(name, options or {}, (*loc, index)) for name, options in entry.items()]
+        return entries
+
+    def _transforms(self, written: list[Any]) -> list[PassCall]:
+        """What is done to the whole model, each at most once, options checked and completed."""
+        calls: list[PassCall] = []
+        for name, options, loc in self._entries("transform", written, ("transforms",)):
+            known = transforms.available()
+            if name not in known:
+                hint = f"{name} is a pass of a rule" if name in passes.available() else did_you_mean(name, known)
+                self._problem(loc, f"unknown transform {name!r}", expected=", ".join(known), hint=hint)
+            elif name in [call.name for call in calls]:
+                self._problem(loc, f"{name} stands twice")
+            else:
+                calls += self._options(name, transforms.load(name).Options, options, loc)
+        return calls
 
     def _substituted(self, entries: list[_Entry]) -> list[_Entry]:
         """Passes with --substitute applied; one that the list names anyway is not called twice."""
@@ -171,10 +193,9 @@ class Resolver:
             hint = did_you_mean(name, [*passes.available(), *_PASSES_LATER])
             self._problem(loc, f"unknown pass {name!r}", expected=", ".join(passes.available()), hint=hint)
             return []
-        return self._options(name, options, loc)
+        return self._options(name, passes.load(name).Options, options, loc)
 
-    def _options(self, name: str, options: Mapping[str, Any], loc: Loc) -> list[PassCall]:
-        model = passes.load(name).Options
+    def _options(self, name: str, model: Any, options: Mapping[str, Any], loc: Loc) -> list[PassCall]:
         try:
             return [PassCall(name, model.model_validate(dict(options)).model_dump())]
         except ValidationError as error:

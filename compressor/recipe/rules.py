@@ -63,6 +63,7 @@ class Recipe:
         rules: In order.
         missing: (name, file:line) of everything it asks for that is not available yet.
         notes: Facts to show (substitutions made).
+        transforms: What is done to the whole model before any rule, in order.
     """
 
     name: str
@@ -70,10 +71,13 @@ class Recipe:
     rules: tuple[Rule, ...]
     missing: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    transforms: tuple[PassCall, ...] = ()
 
     def canonical(self) -> dict[str, Any]:
         """What the bytes of an artifact depend on."""
-        return {"rules": [rule.canonical() for rule in self.rules]}
+        transforms = [{call.name: dict(call.options)} for call in self.transforms]
+        found = {"transforms": transforms} if transforms else {}
+        return {**found, "rules": [rule.canonical() for rule in self.rules]}
 
 
 def unavailable(recipe: Recipe) -> list[CompressorError]:

@@ -123,6 +123,7 @@ class RecipeModel(_Strict):
 
     name: str | None = None
     description: str | None = None
+    transforms: list[PassWritten] | None = None
     rules: list[RuleModel] = Field(min_length=1)
 
 
