@@ -11,6 +11,7 @@ import typer
 
 from compressor import __version__
 from compressor.cli.demo import demo
+from compressor.cli.distill import distill
 from compressor.cli.evaluate import evaluate
 from compressor.cli.export import export
 from compressor.cli.inspect import inspect
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("quantize")(quantize)
 app.command("plan")(plan)
+app.command("distill")(distill)
 app.command("export")(export)
 app.command("eval")(evaluate)
 app.command("inspect")(inspect)

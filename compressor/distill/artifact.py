@@ -73,10 +73,7 @@ def distill_scales(
         GateFailed: what was read back is not what was to be written.
     """
     started = time.monotonic()
-    check_options(options)
-    source = open_artifact(artifact)
-    family = check_pair(source, reference)
-    check_place(out, source, reference)
+    source, family = check_before_work(artifact, reference, out, options)
     training, held_out = split(tokens, options.seed)
     student = Student(source, family)
     teacher = Teacher(reference, family)
@@ -94,6 +91,21 @@ def distill_scales(
     }
     write_copy(source, out, student.trained.values() if history.best else (), facts)
     return {**facts, "seconds": round(time.monotonic() - started, 2)}
+
+
+def check_before_work(
+    artifact: Path, reference: Checkpoint, out: Path, options: Options
+) -> tuple[ArtifactCheckpoint, Family]:
+    """Everything a user can get wrong but the text; the opened artifact and the family of both models.
+
+    Raises:
+        CompressorError: as ``distill_scales``.
+    """
+    check_options(options)
+    source = open_artifact(artifact)
+    family = check_pair(source, reference)
+    check_place(out, source, reference)
+    return source, family
 
 
 def _figures(history: History) -> dict[str, Any]:
