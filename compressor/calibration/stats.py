@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,31 +12,87 @@ from compressor.calibration.linear import linear, onednn_is_faster
 
 @dataclass
 class LayerStats:
-    """Second moments of a linear's input over calibration tokens.
+    """Moments of a linear's input over calibration tokens.
+
+    x is the input as it arrives behind blocks that are already rounded, x_float the one of the float model.
 
     Attributes:
         hessian: float32 [in, in], the sum of x x^T over tokens (GPTQ's H up to a factor), symmetric.
         tokens: How many tokens went in.
+        cross: float32 [in, in], the sum of (x_float - x) x^T, or None when the float model was not run beside.
+        absmax: float32 [in], the largest |x|.
+        held_out: The same over calibration tokens that are in none of the sums above, or None.
+        memo: What passes derived from these statistics and may share (the factors of the Hessian).
     """
 
     hessian: torch.Tensor
     tokens: int = 0
+    cross: torch.Tensor | None = None
+    absmax: torch.Tensor | None = None
+    held_out: LayerStats | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def empty(cls, in_features: int, device: str = "cpu") -> LayerStats:
+    def empty(cls, in_features: int, device: str = "cpu", *, cross: bool = False) -> LayerStats:
         """Statistics of no tokens yet."""
-        return cls(torch.zeros(in_features, in_features, dtype=torch.float32, device=device))
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add inputs float32 [..., in]: every leading position is one token."""
+        def zeros() -> torch.Tensor:
+            return torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+
+        absmax = torch.zeros(in_features, dtype=torch.float32, device=device)
+        return cls(zeros(), cross=zeros() if cross else None, absmax=absmax)
+
+    def add(self, inputs: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+        """Add inputs float32 [..., in]: every leading position is one token.
+
+        ``exact`` is the float model's input at the same positions; wanted when ``cross`` is kept.
+        """
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
-        if flat.device.type == "cpu" and onednn_is_faster():
-            columns = flat.T.contiguous()
-            self.hessian += linear(columns, columns)
-        else:
-            self.hessian.addmm_(flat.T, flat)
+        _add_product(self.hessian, flat, flat)
+        if self.absmax is not None:
+            torch.maximum(self.absmax, flat.abs().amax(0), out=self.absmax)
+        if self.cross is not None:
+            assert exact is not None
+            _add_product(self.cross, exact.reshape(flat.shape).float() - flat, flat)
         self.tokens += flat.shape[0]
+        self.memo.clear()
 
     def merge(self, other: LayerStats) -> LayerStats:
-        """The statistics of both token sets together."""
-        return LayerStats(self.hessian + other.hessian, self.tokens + other.tokens)
+        """The statistics of both token sets together; what only one of them has is left out."""
+        cross = None if self.cross is None or other.cross is None else self.cross + other.cross
+        absmax = None
+        if self.absmax is not None and other.absmax is not None:
+            absmax = torch.maximum(self.absmax, other.absmax)
+        held = None
+        if self.held_out is not None and other.held_out is not None:
+            held = self.held_out.merge(other.held_out)
+        return LayerStats(self.hessian + other.hessian, self.tokens + other.tokens, cross, absmax, held)
+
+    def divided(self, scales: torch.Tensor) -> LayerStats:
+        """The statistics of inputs divided by scales float32 [in], as after a fold."""
+        by = scales[:, None] * scales
+        return LayerStats(
+            self.hessian / by,
+            self.tokens,
+            None if self.cross is None else self.cross / by,
+            None if self.absmax is None else self.absmax / scales,
+            None if self.held_out is None else self.held_out.divided(scales),
+        )
+
+    def whole(self) -> LayerStats:
+        """These tokens and the held-out ones in one sum, made once."""
+        if self.held_out is None:
+            return self
+        if "whole" not in self.memo:
+            alone = LayerStats(self.hessian, self.tokens, self.cross, self.absmax)
+            self.memo["whole"] = alone.merge(self.held_out)
+        found: LayerStats = self.memo["whole"]
+        return found
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Total float32 [a, b] += left^T right for float32 [tokens, a] and [tokens, b]."""
+    if right.device.type == "cpu" and onednn_is_faster():
+        total += linear(left.T.contiguous(), right.T.contiguous())
+    else:
+        total.addmm_(left.T, right)

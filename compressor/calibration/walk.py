@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,25 @@ from compressor.calibration.stats import LayerStats
 from compressor.checkpoint.base import Checkpoint
 from compressor.errors import CompressorError
 from compressor.kernels.floats import decode_float
+
+
+class _FarEnough(Exception):
+    """Ends a block's forward once the last input of interest is there."""
+
+
+@dataclass
+class FloatModel:
+    """The unrounded model beside the walk.
+
+    Attributes:
+        block: The block with its float weights.
+        streams: Its hidden states per batch, float32 [b, L, hidden].
+        advance: Whether ``collect`` replaces them by the block's output.
+    """
+
+    block: nn.Module
+    streams: list[torch.Tensor]
+    advance: bool
 
 
 class _Recorder(nn.Module):
@@ -114,40 +134,85 @@ class Walk:
             streams[index] = self._call(block, layer, hidden)
 
     @torch.inference_mode()
+    def output(self, block: nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The block's output float32 [b, L, hidden] for one batch."""
+        return self._call(block, layer, hidden)
+
+    @torch.inference_mode()
     def collect(
-        self, block: nn.Module, layer: int, streams: list[torch.Tensor], wanted: Collection[str] | None = None
+        self,
+        block: nn.Module,
+        layer: int,
+        streams: list[torch.Tensor],
+        wanted: Collection[str] | None = None,
+        *,
+        exact: FloatModel | None = None,
+        held_out: int = 0,
     ) -> dict[str, LayerStats]:
         """Input statistics of linears of a block, by name inside it (``self_attn.q_proj``).
 
-        ``wanted`` limits it to the linears named; None means all.
+        Linears that read the same tensor (``Family.inputs``) share one LayerStats object. The block runs
+        only as far as the last of them; the streams are not advanced. Batches carry no padding, so every
+        position counts.
 
-        Linears that read the same tensor (``Family.inputs``) share one LayerStats object. The streams
-        are not advanced. Batches carry no padding, so every position counts.
+        Args:
+            block, layer, streams: What ``forward`` takes.
+            wanted: The linears named, or None for all.
+            exact: The float model at the same place: ``cross`` is then kept too.
+            held_out: How many batches, from the first, go into ``held_out`` instead.
         """
-        stats: dict[str, LayerStats] = {}
-        hooks = []
-        for group in self.family.inputs:
-            if wanted is not None and not set(group) & set(wanted):
-                continue
-            first = block.get_submodule(group[0])
-            shared = LayerStats.empty(int(first.in_features), self.device)  # type: ignore[arg-type]
-            stats.update(dict.fromkeys(group, shared))
-            hooks.append(first.register_forward_pre_hook(_adder(shared)))
+        groups = [g for g in self.family.inputs if wanted is None or set(g) & set(wanted)]
+        firsts = [group[0] for group in groups]
+        sums = {name: self._empty(block, name, exact is not None, held_out > 0) for name in firsts}
+        for index, hidden in enumerate(streams):
+            floats = self._exact_inputs(exact, layer, index, firsts) if exact else {}
+            inputs, _ = self._inputs(block, layer, hidden, firsts)
+            for name, stats in sums.items():
+                chosen = stats.held_out if stats.held_out is not None and index < held_out else stats
+                chosen.add(inputs[name], floats.get(name))
+        return {name: sums[group[0]] for group in groups for name in group}
+
+    def _empty(self, block: nn.Module, name: str, cross: bool, held_out: bool) -> LayerStats:
+        width = int(block.get_submodule(name).in_features)  # type: ignore[arg-type]
+        stats = LayerStats.empty(width, self.device, cross=cross)
+        if held_out:
+            stats.held_out = LayerStats.empty(width, self.device, cross=cross)
+        return stats
+
+    def _exact_inputs(self, exact: FloatModel, layer: int, index: int, names: list[str]) -> dict[str, torch.Tensor]:
+        """The float model's inputs of these linears for one batch; advances its stream where asked."""
+        hidden = exact.streams[index]
+        inputs, output = self._inputs(exact.block, layer, hidden, names, to_the_end=exact.advance)
+        if output is not None:
+            exact.streams[index] = output
+        return inputs
+
+    def _inputs(
+        self, block: nn.Module, layer: int, hidden: torch.Tensor, names: list[str], to_the_end: bool = False
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """What each linear reads, float32 [b, L, in], and the block's output where it runs to the end."""
+        inputs: dict[str, torch.Tensor] = {}
+        hooks = [
+            block.get_submodule(name).register_forward_pre_hook(
+                _keeper(inputs, name, stop=name == names[-1] and not to_the_end)
+            )
+            for name in names
+        ]
         try:
-            for hidden in streams:
-                self._call(block, layer, hidden)
+            return inputs, self._call(block, layer, hidden)
+        except _FarEnough:
+            return inputs, None
         finally:
             for hook in hooks:
                 hook.remove()
-        return stats
 
     @torch.inference_mode()
-    def collect_head(self, streams: list[torch.Tensor]) -> LayerStats:
+    def collect_head(self, streams: list[torch.Tensor], exact: list[torch.Tensor] | None = None) -> LayerStats:
         """Input statistics of the head: the streams (after the last block) through the final norm."""
         norm = self._final_norm()
-        stats = LayerStats.empty(streams[0].shape[-1], self.device)
-        for hidden in streams:
-            stats.add(norm(hidden))
+        stats = LayerStats.empty(streams[0].shape[-1], self.device, cross=exact is not None)
+        for index, hidden in enumerate(streams):
+            stats.add(norm(hidden), norm(exact[index]) if exact is not None else None)
         return stats
 
     @torch.inference_mode()
@@ -193,9 +258,11 @@ class Walk:
         return self._kwargs[shape]
 
 
-def _adder(stats: LayerStats) -> Any:
+def _keeper(inputs: dict[str, torch.Tensor], name: str, stop: bool) -> Any:
     def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        stats.add(args[0])
+        inputs[name] = args[0]
+        if stop:
+            raise _FarEnough
 
     return hook
 

@@ -10,7 +10,6 @@ that wakes up later should meet the weight it was trained with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from compressor.calibration.factor import LARGEST_DAMP, Factor, factor, finite
 from compressor.calibration.stats import LayerStats
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
@@ -26,12 +26,10 @@ from compressor.kernels import affine
 from compressor.kernels.gptq import quantize_columns
 from compressor.passes.base import PassOptions, Rounded
 
-NEEDS: frozenset[str] = frozenset({"hessian"})
+NEEDS: frozenset[str] = frozenset({"hessian", "cross", "held_out", "sequential"})
 KIND = "round"
 SYMMETRIC_ONLY = False
 
-LARGEST_DAMP = 1.0
-_FIRST_RAISE = 1e-3
 _STRIP = 1024
 
 
@@ -46,7 +44,19 @@ class Options(PassOptions):
     )
     act_order: bool = Field(True, description="round the columns with the strongest inputs first")
     damp: float = Field(0.01, ge=0, le=LARGEST_DAMP, description="added to the diagonal, times its mean")
+    propagate: float = Field(
+        0.5, ge=0, le=1, description="share of the earlier linears' error that this one makes up for"
+    )
+    true_sequential: bool = Field(True, description="statistics behind the linears already rounded in the block")
     block_size: int = Field(128, ge=1, description="columns between two matrix products; speed only")
+
+
+def needs(options: Options) -> frozenset[str]:
+    """The statistics wanted with these options."""
+    wanted = {"hessian"}
+    wanted |= {"cross"} if options.propagate else set()
+    wanted |= {"sequential"} if options.true_sequential else set()
+    return frozenset(wanted)
 
 
 @dataclass(frozen=True)
@@ -84,25 +94,48 @@ def run(
     nearest on the same scales), and ``relative_error``, ``relative_error_rtn`` = those over
     tr(W H W^T) / tokens. Without usable statistics everything is rounded to nearest: degraded.
     """
-    if stats is None or stats.tokens == 0:
+    whole = stats.whole() if stats is not None else None
+    if whole is None or whole.tokens == 0:
         return _fallback(_grid(weight, spec, options, None), "no calibration tokens reached it")
-    if tuple(stats.hessian.shape) != (weight.shape[1],) * 2:
-        raise ValueError(f"Hessian {tuple(stats.hessian.shape)} does not fit a weight {weight.shape}")
-    hessian = stats.hessian.to(device)
-    if not _finite(hessian):
+    if tuple(whole.hessian.shape) != (weight.shape[1],) * 2:
+        raise ValueError(f"Hessian {tuple(whole.hessian.shape)} does not fit a weight {weight.shape}")
+    hessian = whole.hessian.to(device)
+    if not finite(hessian):
         return _fallback(_grid(weight, spec, options, None), "its Hessian is not finite")
-    living = hessian.diagonal() > 0
-    if not bool(living.any()):
+    if not bool((hessian.diagonal() > 0).any()):
         return _fallback(_grid(weight, spec, options, None), "all its inputs were zero")
-    rounding = _grid(weight, spec, options, _importance(hessian.diagonal(), living, options.damp))
-    order = _order(hessian.diagonal(), options.act_order)
-    upper, damp = _factor(hessian, living, order, options.damp)
-    if upper is None:
-        return _fallback(rounding, f"its Hessian has no Cholesky factor even with damp {damp:g}")
-    codes = _columns(rounding, upper, order, options.block_size)
-    del upper
-    facts: dict[str, Any] = {"damp": damp, "dead_columns": int((~living).sum())}
-    return _better(rounding, rounding.tensor(codes), hessian, stats.tokens, facts)
+    found = factor(whole, options.damp, act_order=options.act_order, device=device)
+    target = weight
+    if options.propagate and whole.cross is not None and found.upper is not None:
+        target = _propagated(weight, whole, found, options.propagate)
+    importance = _importance(hessian.diagonal(), found.living, options.damp)
+    rounding = _grid(target, spec, options, importance)
+    if found.upper is None:
+        return _fallback(rounding, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
+    codes = _columns(rounding, found.upper, found.order, options.block_size)
+    facts: dict[str, Any] = {"damp": found.damp, "dead_columns": int((~found.living).sum())}
+    return _better(rounding, rounding.tensor(codes), hessian, whole.tokens, facts)
+
+
+def _propagated(
+    weight: NDArray[np.float32], stats: LayerStats, found: Factor, strength: float
+) -> NDArray[np.float32]:
+    """W (I + strength C H^-1): the weight that gives the float model's outputs on the inputs as they are.
+
+    With C = sum (x_float - x) x^T, W C H^-1 is the least squares answer to x having drifted (QEP,
+    arXiv 2504.09629; GPTAQ, arXiv 2504.02692). C H^-1 serves all linears that share the input.
+    """
+    assert stats.cross is not None
+    assert found.upper is not None
+    key = ("propagation", found.damp, str(found.upper.device))
+    if key not in stats.memo:
+        ordered = stats.cross.to(found.upper.device)[:, found.order]
+        moved = torch.empty_like(ordered)
+        moved[:, found.order] = ordered @ found.upper.T @ found.upper
+        stats.memo[key] = moved
+    left = torch.from_numpy(weight).to(found.upper.device)
+    target: NDArray[np.float32] = torch.addmm(left, left, stats.memo[key], alpha=strength).cpu().numpy()
+    return target
 
 
 def _importance(diagonal: torch.Tensor, living: torch.Tensor, damp: float) -> NDArray[np.float32]:
@@ -133,74 +166,6 @@ def _fallback(rounding: _Rounding, why: str) -> Rounded:
     facts = dict.fromkeys(("error", "error_rtn", "relative_error", "relative_error_rtn"))
     facts |= {"rounding": "rtn", "damp": None, "dead_columns": None}
     return Rounded(rounding.nearest(), facts, (f"gptq: rounded to nearest, because {why}",))
-
-
-def _order(diagonal: torch.Tensor, act_order: bool) -> torch.Tensor:
-    """int64 [in]: the columns in the order of rounding; equal ones from left to right."""
-    if act_order:
-        return torch.argsort(diagonal, descending=True, stable=True)
-    return torch.arange(diagonal.numel(), device=diagonal.device)
-
-
-def _ladder(damp: float) -> Iterator[float]:
-    """The damp asked for, then tenfold steps up to LARGEST_DAMP."""
-    yield damp
-    while damp < LARGEST_DAMP:
-        damp = min(LARGEST_DAMP, max(10 * damp, _FIRST_RAISE))
-        yield damp
-
-
-def _factor(
-    hessian: torch.Tensor, living: torch.Tensor, order: torch.Tensor, damp: float
-) -> tuple[torch.Tensor | None, float]:
-    """U float32 [in, in] for the columns in this order, and the damp used.
-
-    U is upper with U^T U = (H + damp * mean(diagonal) * I)^-1. Each damp is tried in float32, then in
-    float64; (None, last damp) when nothing worked.
-    """
-    for tried in _ladder(damp):
-        for dtype in (torch.float32, torch.float64):
-            upper = _inverse_factor(hessian, living, order, tried, dtype)
-            if upper is not None:
-                return upper.float(), tried
-    return None, tried
-
-
-def _inverse_factor(
-    hessian: torch.Tensor, living: torch.Tensor, order: torch.Tensor, damp: float, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """One try of _factor: one factorization and one triangular solve; the inverse is never formed.
-
-    With the order reversed, H = L L^T and H^-1 = (L^-1)^T L^-1; reversing L^-1 back gives U. Names are
-    given up early, for each of these matrices may be gigabytes.
-    """
-    lower, info = torch.linalg.cholesky_ex(_damped(hessian, living, order.flip(0), damp, dtype))
-    if int(info) != 0:
-        return None
-    inverse = torch.eye(len(order), dtype=dtype, device=hessian.device)
-    inverse = torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
-    del lower
-    return inverse.flip(0, 1) if _finite(inverse) else None
-
-
-def _finite(matrix: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite, without a mask as large as the matrix."""
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(matrix))
-
-
-def _damped(
-    hessian: torch.Tensor, living: torch.Tensor, order: torch.Tensor, damp: float, dtype: torch.dtype
-) -> torch.Tensor:
-    """The Hessian in this order, damped by damp * the mean living diagonal.
-
-    Dead columns get that mean as their diagonal (any positive number would do).
-    """
-    diagonal = hessian.diagonal().to(dtype)
-    mean = diagonal[living].mean()
-    filled = torch.where(living, diagonal, mean) + damp * mean
-    damped = hessian[order[:, None], order].to(dtype)
-    damped.diagonal().copy_(filled[order])
-    return damped
 
 
 def _columns(rounding: _Rounding, upper: torch.Tensor, order: torch.Tensor, block: int) -> NDArray[np.int8]:

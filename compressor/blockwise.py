@@ -1,0 +1,169 @@
+"""One block of the walk: statistics, folds, rounding stage by stage, and its shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from compressor.calibration.walk import FloatModel
+from compressor.core.tensors import RawTensor
+from compressor.errors import CompressorError
+from compressor.kernels.floats import encode_float
+from compressor.rescaling import TOLERANCE, Folds, Rescaler, moved, rescaling
+from compressor.rounding import Streams, Work, needs, round_tensor, shard_name
+
+if TYPE_CHECKING:
+    from compressor.calibration.stats import LayerStats
+    from compressor.calibration.walk import Walk
+    from compressor.checkpoint.writer import RunDirectory
+
+HELD_OUT = 4
+"""One batch in so many is kept out of the statistics where a pass wants some to judge by."""
+
+
+class BlockRounding:
+    """Rounds block ``layer`` and moves the streams behind it.
+
+    With ``sequential`` passes a stage is one input of the block (q, k and v; o; gate and up; down), and
+    each stage sees the stages before it rounded; otherwise the whole block is one stage.
+    """
+
+    def __init__(self, work: Work, walk: Walk, layer: int, streams: Streams) -> None:
+        self.work, self.walk, self.layer, self.streams = work, walk, layer, streams
+        self.prefix = work.family.block(layer) + "."
+        self.planned = [tensor for tensor in work.plan.tensors if tensor.layer == layer]
+        self.by_name = {t.module.removeprefix(self.prefix): t for t in self.planned if t.name.endswith(".weight")}
+        self.wanted = {name: needs(tensor) for name, tensor in self.by_name.items() if needs(tensor)}
+        self.block = walk.block(layer)
+        self.tensors: dict[str, RawTensor] = {}
+        self.facts: dict[str, Any] = {}
+
+    def write(self, run: RunDirectory) -> None:
+        """Round everything, let the streams pass the rounded block, and write the shard."""
+        stats = self._fold()
+        self._advance_exact_alone()
+        for stage in self._stages():
+            self._round_stage(stage, stats)
+        self.walk.forward(self.block, self.layer, self.streams.rounded)
+        self._keep_the_rest()
+        self.walk.release(self.block)
+        run.write_shard(shard_name(self.layer, self.work.plan.layers), self.tensors, self.facts)
+
+    def _any(self, need: str) -> bool:
+        return any(need in wanted for wanted in self.wanted.values())
+
+    def _stages(self) -> list[list[str]]:
+        """Local names of the quantized linears, stage by stage."""
+        quantized = {name for name, tensor in self.by_name.items() if tensor.spec is not None}
+        groups = [[name for name in group if name in quantized] for group in self.work.family.inputs]
+        groups.append(sorted(quantized - {name for group in groups for name in group}))
+        groups = [group for group in groups if group]
+        return groups if self._any("sequential") else [[name for group in groups for name in group]]
+
+    def _fold(self) -> dict[str, LayerStats]:
+        """Run the rescaling passes; returns statistics that still hold afterwards (none when sequential)."""
+        scaled = [name for name, tensor in self.by_name.items() if rescaling(tensor)]
+        self.folds = Folds()
+        if not scaled:
+            return {}
+        stats = self.walk.collect(self.block, self.layer, self.streams.rounded, scaled)
+        probe = self.streams.rounded[:1]
+        before = self.walk.output(self.block, self.layer, probe[0])
+        dims = self.work.family.dims(self.work.checkpoint.config)
+        rescaler = Rescaler(
+            self.work.family,
+            self.block,
+            self.by_name,
+            stats,
+            heads=dims["heads"] // dims["kv_heads"],
+            head_dim=dims["head_dim"],
+            device=self.work.device,
+        )
+        self.folds = rescaler.run()
+        drift = moved(before, self.walk.output(self.block, self.layer, probe[0]))
+        if not drift <= TOLERANCE:
+            self._take_back(drift)
+            return {}
+        reuse = not self._any("sequential") and not self._any("cross") and not self._any("held_out")
+        return self.folds.stats if reuse else {}
+
+    def _take_back(self, drift: float) -> None:
+        """A fold moved the output: start from the stored block again, without folds."""
+        sentence = f"rescaling moved the block's output by {drift:.2g} of its size and was taken back"
+        if self.work.strict:
+            raise CompressorError(
+                f"{self.prefix.removesuffix('.')}: {sentence}", hint="run without --strict to accept this"
+            )
+        self.walk.release(self.block)
+        self.block = self.walk.block(self.layer)
+        self.folds = Folds(notes=[sentence])
+
+    def _advance_exact_alone(self) -> None:
+        """Where no stage of this block compares with the float model, its stream still has to pass."""
+        if self.streams.exact is not None and not self._any("cross"):
+            self.walk.forward(self.block, self.layer, self.streams.exact)
+
+    def _round_stage(self, stage: Sequence[str], stats: dict[str, LayerStats]) -> None:
+        wanted = [name for name in stage if name in self.wanted and name not in stats]
+        found = {**stats, **self._collect(wanted, stage)} if wanted else stats
+        for name in stage:
+            tensor = self.by_name[name]
+            weight = self.block.get_submodule(name).weight.detach().cpu().numpy()  # type: ignore[operator]
+            encoded, rounded, facts = round_tensor(self.work, tensor, weight, found.get(name))
+            self.tensors.update(encoded)
+            self.facts[tensor.name] = facts | self._fold_facts(name)
+            self._use(name, rounded.dequantize())
+
+    def _collect(self, wanted: list[str], stage: Sequence[str]) -> dict[str, LayerStats]:
+        """Statistics of a stage; the float model's stream passes the block with the last one that wants them."""
+        exact = None
+        if self.streams.exact is not None and self._any("cross"):
+            exact = FloatModel(self._float_block(), self.streams.exact, advance=self._is_last(stage))
+        held_out = len(self.streams.rounded) // HELD_OUT if self._any("held_out") else 0
+        return self.walk.collect(
+            self.block, self.layer, self.streams.rounded, wanted, exact=exact, held_out=held_out
+        )
+
+    def _float_block(self) -> nn.Module:
+        """The block before anything was rounded: a copy once rounding is under way."""
+        if not self._any("sequential"):
+            return self.block
+        if not hasattr(self, "_copy"):
+            self._copy = copy.deepcopy(self.block)
+        return self._copy
+
+    def _is_last(self, stage: Sequence[str]) -> bool:
+        later = self._stages()
+        later = later[later.index(list(stage)) + 1 :]
+        return not any(name in self.wanted for group in later for name in group)
+
+    def _use(self, name: str, rounded: NDArray[np.float32]) -> None:
+        """The block goes on with the rounded weight."""
+        with torch.no_grad():
+            self.block.get_submodule(name).weight.copy_(torch.from_numpy(rounded))  # type: ignore[operator]
+
+    def _fold_facts(self, name: str) -> dict[str, Any]:
+        """What rescaling did to the inputs of this linear."""
+        short = name.rpartition(".")[2]
+        found = {
+            pair: facts for pair, facts in self.folds.facts.items() if short in pair.partition("-> ")[2].split(", ")
+        }
+        return {"rescaled": found} if found else {}
+
+    def _keep_the_rest(self) -> None:
+        """What is not rounded: as stored, or as a fold left it."""
+        for tensor in self.planned:
+            if tensor.spec is not None:
+                continue
+            changed = self.folds.changed.get(tensor.name.removeprefix(self.prefix))
+            if changed is None:
+                self.tensors[tensor.name] = self.work.checkpoint.raw(tensor.name)
+            else:
+                data = encode_float(changed, tensor.dtype)
+                self.tensors[tensor.name] = RawTensor(tensor.dtype, changed.shape, data)
