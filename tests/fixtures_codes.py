@@ -20,9 +20,14 @@ from compressor.core.tensors import QTensor
 def random_codes(rows: int, columns: int, spec: Spec, seed: int = 0, deviation: float = 0.125) -> QTensor:
     """Seeded codes over the whole range; scales are powers of two times 1 .. 1.99 in eight bits."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(spec.qmin, spec.qmax + 1, (rows, columns)).astype(np.int8)
-    codes[0, :2] = spec.qmin, spec.qmax
     shape = spec.scales_shape(rows, columns)
+    if spec.kind == "float":
+        codes = rng.integers(0, 0x7F, (rows, columns), dtype=np.uint8)
+        codes |= rng.integers(0, 2, codes.shape, dtype=np.uint8) << np.uint8(7)
+        codes[0, :2] = 0xFE, 0x7E
+    else:
+        codes = rng.integers(spec.qmin, spec.qmax + 1, (rows, columns)).astype(np.int8)
+        codes[0, :2] = spec.qmin, spec.qmax
     scales = (rng.integers(128, 256, shape) / 128).astype(np.float32)
     scales *= np.float32(2.0 ** np.round(np.log2(deviation / 2 ** (spec.bits - 1))))
     zeros = None if spec.symmetric else rng.integers(spec.qmin, spec.qmax + 1, shape).astype(np.int8)

@@ -167,20 +167,20 @@ def error_limit(
 def rounding_error(source: NDArray[np.float32], spec: Spec) -> float:
     """Expected relative error of rounding float32 [out, in] to nearest: step / sqrt(12) per weight.
 
-    A group's step is its largest magnitude over spec.qmax. FP8's step follows the weight: FP8_ERROR of it,
-    and no less than the subnormal step, 2^-9 of a scale. At most 1.0, the error of all zeros.
+    A group's step is its largest magnitude over spec.qmax; at most 1.0, the error of all zeros. FP8's steps
+    follow the weights, so that their error is FP8_ERROR whatever the scales (subnormals weigh too little).
     """
+    if spec.kind == "float":
+        return FP8_ERROR
     width = spec.columns_per_scale(source.shape[1])
     square, peaks = 0.0, []
     for rows in _row_blocks(source):
         square += float(np.square(rows, dtype=np.float64).sum())
         peaks.append(np.abs(rows).reshape(-1, width).max(axis=1).astype(np.float64))
     peak = np.concatenate(peaks)
-    if spec.group_size == TENSOR:  # one scale, or blocks: never larger than the tensor's
+    if spec.group_size == TENSOR:
         peak = np.full_like(peak, peak.max())
-    top = 448 * 2**9 if spec.kind == "float" else spec.qmax
-    noise = float(np.square(peak / top).sum()) * width / 12
-    noise += FP8_ERROR**2 * square if spec.kind == "float" else 0.0
+    noise = float(np.square(peak / spec.qmax).sum()) * width / 12
     return min(1.0, (noise / square) ** 0.5) if square else 1.0
 
 

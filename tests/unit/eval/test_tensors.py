@@ -69,6 +69,20 @@ def test_rounding_error_predicts_round_to_nearest(bits, group_size):
     assert relative_error(w, rounded.dequantize()) == pytest.approx(rounding_error(w, spec), rel=0.05)
 
 
+FLOATS = [Spec(8, -1, kind="float"), Spec(8, 0, kind="float"), Spec(8, 0, kind="float", block=(32, 32))]
+
+
+@pytest.mark.parametrize("spec", FLOATS, ids=Spec.label)
+def test_rounding_error_predicts_fp8(spec):
+    w = np.random.default_rng(1).standard_normal((64, 128)).astype(np.float32)
+    rounded = ptq_symmetric.run(w, spec, None, ptq_symmetric.Options(scales="absmax"), "cpu").tensor
+    assert rounding_error(w, spec) == pytest.approx(relative_error(w, rounded.dequantize()), rel=0.2)
+    limit = error_limit(w, rounded, None)
+    assert limit < 0.15
+    damaged = np.where(np.arange(64)[:, None] < 2, 0, rounded.dequantize())  # two rows lost
+    assert relative_error(w, damaged) > limit
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(3, 8), st.sampled_from([32, -1]), st.booleans(), st.sampled_from([0.0, 0.003]), st.integers(1, 64),

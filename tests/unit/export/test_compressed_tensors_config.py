@@ -13,6 +13,9 @@ from compressor.export import compressed_tensors as ct
 
 INT4 = Spec(4, 32)
 INT8 = Spec(8, -1)
+FP8, FP8_BLOCK = Spec(8, -1, kind="float"), Spec(8, 0, kind="float", block=(128, 128))
+W8A8 = Spec(8, -1, activations="int8")
+ANY = [None, INT4, INT8, Spec(4, 32, False), FP8, FP8_BLOCK, W8A8]
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 FFN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -70,6 +73,11 @@ def assert_foreign_library_reads(specs) -> None:
         assert (weights.num_bits, weights.symmetric) == (spec.bits, spec.symmetric)
         assert weights.strategy == spec.strategy
         assert weights.group_size == (spec.group_size if spec.group_size > 0 else None)
+        assert (weights.type, weights.block_structure) == (spec.kind, list(spec.block) if spec.block else None)
+        inputs = schemes[found[0]].input_activations
+        assert (inputs is not None) == (spec.activations is not None)
+        if inputs is not None:
+            assert (inputs.type, inputs.strategy, inputs.dynamic) == (spec.kind, "token", True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,7 +85,7 @@ def test_the_foreign_library_reads_the_same_formats(name):
     assert_foreign_library_reads(MODELS[name])
 
 
-@given(st.lists(st.sampled_from([None, INT4, INT8, Spec(4, 32, False)]), min_size=22, max_size=22))
+@given(st.lists(st.sampled_from(ANY), min_size=22, max_size=22))
 @settings(max_examples=60, deadline=None)
 def test_any_assignment_of_formats_survives(choices):
     specs = dict(zip(model(INT4, INT4, INT4, layers=3), choices, strict=True))
@@ -153,6 +161,67 @@ def written_elsewhere(**changes):
     }  # fmt: skip
 
 
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def float_elsewhere(layout="float-quantized", weights=None, **group):
+    weights = {"type": "float", "num_bits": 8, "strategy": "channel", "group_size": None} | (weights or {})
+    return written_elsewhere(format=layout, group={"format": None, **group}, weights=weights)
+
+
+def test_fp8_and_quantized_activations_of_other_tools_are_read():
+    (module,) = modules = ["model.layers.0.mlp.up_proj"]
+    block = {"strategy": "block", "block_structure": [128, 128]}
+    for layout in ("float-quantized", "naive-quantized"):
+        assert ct.specs_from_config(float_elsewhere(layout), modules) == {module: FP8}
+    assert ct.specs_from_config(float_elsewhere(weights=block), modules) == {module: FP8_BLOCK}
+    tensor = float_elsewhere(weights={"strategy": "tensor"}, input_activations=TOKENS | {"type": "float"})
+    expected = Spec(8, 0, kind="float", activations="fp8")
+    assert ct.specs_from_config(tensor, modules) == {module: expected}
+    tokens = TOKENS | {"group_size": None, "observer": None, "actorder": None}
+    group = {"format": "int-quantized", "input_activations": tokens}
+    section = written_elsewhere(weights={"num_bits": 8, "strategy": "channel", "group_size": None}, group=group)
+    assert ct.specs_from_config(section, modules) == {module: W8A8}
+
+
+def test_one_layout_is_named_once_and_several_by_every_group():
+    up, down, query = (
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.0.self_attn.q_proj",
+    )
+    one = ct.quantization_config({up: FP8, down: FP8_BLOCK}, tied=False)
+    assert one["format"] == "float-quantized"
+    assert all("format" not in group for group in one["config_groups"].values())
+    assert one["config_groups"]["group_1"]["weights"] == {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128],
+        "dynamic": False, "observer": "minmax",
+    }  # fmt: skip
+    specs = {up: W8A8, down: FP8, query: INT4}
+    several = ct.quantization_config(specs, tied=False)
+    assert several["format"] == "mixed-precision"
+    layouts = [group["format"] for group in several["config_groups"].values()]
+    assert layouts == ["int-quantized", "float-quantized", "pack-quantized"]
+    assert several["config_groups"]["group_0"]["input_activations"] == TOKENS
+    assert "input_activations" not in several["config_groups"]["group_1"]
+    assert ct.specs_from_config(several, specs) == specs
+
+
+def test_warnings_about_fp8_and_activations():
+    def lines(spec, shape=(256, 256)):
+        linears = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        return ct.engine_warnings([planned(f"model.layers.0.{n}.weight", spec, shape) for n in linears], FAMILY)
+
+    assert lines(FP8) == lines(FP8_BLOCK) == lines(W8A8) == lines(Spec(8, 0, activations="int8")) == []
+    assert lines(Spec(8, 0, kind="float")) == []
+    (line,) = lines(Spec(8, 0, kind="float", activations="fp8"))
+    assert "channel scales are kept" in line
+    (line,) = lines(FP8_BLOCK, (256, 192))
+    assert line.startswith("3 tensors are no whole number of fp8 blocks")
+    (line,) = lines(Spec(4, 32, activations="int8"))
+    assert "with 8-bit weights" in line
+
+
 def test_sections_of_other_tools_are_read():
     modules = ["model.layers.0.mlp.up_proj", "lm_head"]
     assert ct.specs_from_config(written_elsewhere(), modules) == {modules[0]: Spec(4, 128), "lm_head": None}
@@ -179,14 +248,25 @@ def test_matching_order_is_name_then_regex_in_alphabetical_order_then_class():
     ("section", "message"),
     [
         (written_elsewhere(quant_method="gptq"), "quant_method"),
-        (written_elsewhere(format="int-quantized", group={"format": None}), "layout is not read"),
+        (written_elsewhere(format="marlin-24", group={"format": None}), "layout is not read"),
+        (written_elsewhere(format="mixed-precision", group={"format": None}), "layout is not read"),
+        (written_elsewhere(format="int-quantized", group={"format": None}), "int4 g128 in this layout is not read"),
+        (float_elsewhere("int-quantized"), "fp8 channel in this layout is not read"),
         (written_elsewhere(group={"input_activations": {"num_bits": 8}}), "quantizes activations"),
-        (written_elsewhere(weights={"type": "float"}), "weights.type"),
+        (written_elsewhere(group={"input_activations": TOKENS | {"dynamic": False}}), "quantizes activations"),
+        (written_elsewhere(group={"input_activations": TOKENS | {"strategy": "tensor"}}), "quantizes activations"),
+        (written_elsewhere(group={"input_activations": TOKENS | {"type": "float"}}), "activations must be int8"),
+        (written_elsewhere(group={"output_activations": TOKENS}), "quantizes outputs"),
+        (written_elsewhere(weights={"type": "float"}), "8 bits and is symmetric"),
+        (written_elsewhere(weights={"type": "posit"}), "weights.type"),
+        (float_elsewhere(weights={"strategy": "group", "group_size": 32}), "fp8 takes group_size -1"),
+        (float_elsewhere(weights={"strategy": "block"}), "without a block_structure of two sizes"),
+        (float_elsewhere(weights={"strategy": "block", "block_structure": [128]}), "of two sizes"),
         (written_elsewhere(weights={"actorder": "group"}), "g_idx"),
         (written_elsewhere(weights={"num_bits": 16}), "bits must be 2..8"),
         (
             written_elsewhere(weights={"strategy": "block", "block_structure": [128, 128]}),
-            "block_structure",
+            "blocks are for float formats",
         ),
         (written_elsewhere(weights={"strategy": "tensor_group"}), "weights"),
         (written_elsewhere(weights={"group_size": None}), "without a positive group_size"),

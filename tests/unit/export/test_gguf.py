@@ -81,6 +81,7 @@ def big_range():
         (random_codes(4, 64, Spec(4, 16)), "group size 16 is not a multiple of 32"),
         (zeroed(0.1, 0), "a scale is not exactly an fp16 number"),
         (big_range(), "minus zero points do not fit"),
+        (random_codes(4, 64, Spec(8, -1, kind="float"), deviation=2**-6), "no ggml block holds FP8 values"),
     ],
 )
 def test_what_cannot_be_carried_becomes_floats_with_a_reason(tensor, reason):
@@ -92,6 +93,8 @@ def test_what_cannot_be_carried_becomes_floats_with_a_reason(tensor, reason):
 
 def test_codes_too_large_for_f16_become_bf16():
     assert gguf.choose_type(random_codes(4, 64, Spec(4, 16), deviation=5e5), INFO).kind == "BF16"
+    large = random_codes(4, 64, Spec(8, -1, kind="float"), deviation=2**15)  # times 448
+    assert gguf.choose_type(large, INFO).kind == "BF16"
 
 
 @pytest.mark.parametrize(

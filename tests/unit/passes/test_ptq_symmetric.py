@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from compressor.core.spec import Spec
 from compressor.errors import CompressorError
+from compressor.kernels.floats import round_to_dtype
 from compressor.passes import ptq_symmetric
 
 OPTIONS = ptq_symmetric.Options()
@@ -73,3 +74,28 @@ def test_unknown_options_are_refused():
         ptq_symmetric.Options(range="half")
     with pytest.raises(ValidationError):
         ptq_symmetric.Options(act_order=True)
+
+
+FP8 = [Spec(8, -1, kind="float"), Spec(8, 0, kind="float"), Spec(8, 0, kind="float", block=(8, 64))]
+
+
+@pytest.mark.parametrize("spec", FP8, ids=Spec.label)
+def test_fp8_rounds_every_weight_to_its_nearest_value(spec):
+    weight = gaussian()
+    rounded = ptq_symmetric.run(weight, spec, None, ptq_symmetric.Options(scales="absmax"))
+    scales = rounded.tensor.scales
+    assert scales.max() == round_to_dtype(np.float32([np.abs(weight).max() / 448]), "BF16")[0]
+    values = rounded.tensor.dequantize()
+    assert np.abs(values - weight).max() <= np.abs(weight).max() / 16  # half a step of the top binade, 1/8 to 1/16
+    error = float(np.square((values - weight).astype(np.float64)).sum())
+    assert rounded.facts["weight_error"] == pytest.approx(error, rel=1e-9)
+    assert rounded.facts["relative_weight_error"] == pytest.approx(0.0265**2, rel=0.3)
+
+
+@pytest.mark.parametrize("spec", FP8, ids=Spec.label)
+def test_the_search_lowers_the_error_of_fp8(spec):
+    errors = [
+        ptq_symmetric.run(gaussian(), spec, None, ptq_symmetric.Options(scales=scales)).facts["weight_error"]
+        for scales in ("mse", "absmax")
+    ]
+    assert errors[0] < errors[1]

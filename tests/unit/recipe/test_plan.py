@@ -13,6 +13,7 @@ from compressor.core.spec import Spec
 from compressor.errors import CompressorError, Problems
 from compressor.export.compressed_tensors import encode
 from compressor.recipe.estimate import BASELINE_BYTES, RunShape, artifact_nbytes
+from compressor.recipe.formats import to_spec
 from compressor.recipe.matching import matches
 from compressor.recipe.plan import headers_from_config, make_plan
 from compressor.recipe.schema import Rule, load_recipe
@@ -73,6 +74,35 @@ def test_sizes_equal_what_is_written(bits, group, symmetric, scale_dtype):
     for rows, columns in ((192, 576), (33, 192), (7, 64)):
         parts = encode("x", random_codes(rows, columns, spec))
         assert artifact_nbytes(spec, rows, columns) == sum(part.nbytes for part in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "nbytes"),
+    [
+        (Spec(8, -1, kind="float"), 192 * 576 + 2 * 192),
+        (Spec(8, 0, scale_dtype="F32", kind="float"), 192 * 576 + 4),
+        (Spec(8, 0, kind="float", block=(128, 128)), 192 * 576 + 2 * 2 * 5),
+        (Spec(8, -1, activations="int8"), 192 * 576 + 2 * 192),
+        (Spec(4, 64, activations="int8"), 192 * 576 + 2 * 192 * 9),
+        (Spec(8, -1, kind="float", activations="fp8"), 192 * 576 + 2 * 192),
+    ],
+    ids=lambda value: value.label() if isinstance(value, Spec) else "",
+)
+def test_sizes_of_formats_with_a_byte_per_weight(spec, nbytes):
+    assert artifact_nbytes(spec, 192, 576) == nbytes
+    assert sum(part.nbytes for part in encode("x", random_codes(192, 576, spec)).values()) == nbytes
+
+
+def test_fp8_scales_follow_the_model(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("rules:\n  - {match: attention, format: fp8_dynamic}\n  - {match: ffn, format: fp8_block}\n")
+    formats = {t.spec for t in plan(SMOLLM, path).tensors if t.spec}
+    assert formats == {
+        Spec(8, -1, scale_dtype="BF16", kind="float", activations="fp8"),
+        Spec(8, 0, scale_dtype="BF16", kind="float", block=(128, 128)),
+    }
+    assert to_spec({"bits": 8, "group_size": -1, "kind": "float", "scale_dtype": None}, "F16").scale_dtype == "F32"
+    assert to_spec({"bits": 8, "group_size": -1, "scale_dtype": None}, "F16").scale_dtype == "F16"
 
 
 def test_indivisible_groups_come_all_at_once(tmp_path):

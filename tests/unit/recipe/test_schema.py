@@ -5,7 +5,7 @@ import re
 import pytest
 
 from compressor.errors import CompressorError, Problems
-from compressor.recipe.formats import PRESETS
+from compressor.recipe.formats import PRESETS, to_spec
 from compressor.recipe.schema import load_recipe, unavailable
 from compressor.recipe.written import parse_range
 
@@ -70,7 +70,10 @@ rules:
 nme: mine
 """
     path = tmp_path / "r.yaml"
-    formats = "int2, int3, int4, int4_asym, int5, int6, int7, int8, w4a16, w8a16, fp16, bf16, float, keep"
+    formats = (
+        "int2, int3, int4, int4_asym, int5, int6, int7, int8, w4a16, w8a16, w8a8, fp8, fp8_tensor, fp8_block,"
+        " fp8_dynamic, fp16, bf16, float, keep"
+    )
     assert (
         message(tmp_path, text).replace(f"{path}", "r.yaml")
         == f"""\
@@ -238,6 +241,15 @@ def test_a_substitute_that_is_named_anyway_runs_once(tmp_path):
     assert [(call.name, call.options["damp"]) for call in rule.passes] == [("gptq", 0.5)]
 
 
+EXTRAS = {
+    "w8a8": {"activations": "int8"},
+    "fp8": {"kind": "float"},
+    "fp8_tensor": {"kind": "float", "group_size": 0},
+    "fp8_block": {"kind": "float", "group_size": 0, "block": [128, 128]},
+    "fp8_dynamic": {"kind": "float", "activations": "fp8"},
+}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_spell_formats(tmp_path, preset):
     (rule,) = load_recipe(write(tmp_path, f"rules:\n  - {{match: ffn, format: {preset}}}\n")).rules
@@ -248,7 +260,54 @@ def test_presets_spell_formats(tmp_path, preset):
         "group_size": group,
         "symmetric": not preset.endswith("asym"),
         "scale_dtype": None,
+        **EXTRAS.get(preset, {}),
     }
+
+
+def one_rule(tmp_path, spec, passes=""):
+    return write(tmp_path, f"rules:\n  - {{match: ffn, format: {spec}{passes}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("{kind: float}", {"bits": 8, "group_size": -1, "kind": "float"}),
+        ("{kind: float, group_size: 0}", {"bits": 8, "group_size": 0, "kind": "float"}),
+        ("{kind: float, block: [64, 32]}", {"bits": 8, "group_size": 0, "kind": "float", "block": [64, 32]}),
+        ("{bits: 4, group_size: 32, activations: int8}", {"bits": 4, "group_size": 32, "activations": "int8"}),
+    ],
+)
+def test_float_formats_spelled_out(tmp_path, spec, expected):
+    (rule,) = load_recipe(one_rule(tmp_path, spec)).rules
+    assert rule.format == {"symmetric": True, "scale_dtype": None, **expected}
+    assert to_spec(rule.format, "BF16").bits == expected["bits"]
+
+
+def test_the_default_pass_of_fp8_rounds_to_nearest(tmp_path):
+    (rule,) = load_recipe(one_rule(tmp_path, "fp8")).rules
+    assert [call.name for call in rule.passes] == ["ptq_symmetric"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "passes", "why"),
+    [
+        ("fp8", ", passes: [gptq]", "gptq rounds integer formats only"),
+        ("{preset: fp8, group_size: 64}", "", "fp8 takes group_size -1 (row) or 0 (tensor), or block, got 64"),
+        ("{preset: fp8, symmetric: false}", "", "a float format has 8 bits and is symmetric"),
+        ("{preset: fp8, bits: 4}", "", "a float format has 8 bits and is symmetric"),
+        ("{preset: fp8_block, group_size: -1}", "", "block takes two positive sizes and group_size 0"),
+        ("{preset: int4, block: [128, 128]}", "", "blocks are for float formats"),
+        ("{preset: fp8_block, block: [128]}", "", "at least 2 items"),
+        ("{preset: int4, activations: fp8}", "", "activations must be int8 for int and fp8 for float, got fp8"),
+        ("{preset: fp8_block, activations: fp8}", "", "symmetric formats without blocks"),
+        ("{preset: int4_asym, activations: int8}", "", "symmetric formats without blocks"),
+    ],
+)
+def test_parts_that_do_not_go_together(tmp_path, spec, passes, why):
+    one_rule(tmp_path, spec, passes)
+    found = message(tmp_path, (tmp_path / "r.yaml").read_text())
+    assert why in found
+    assert "r.yaml:2: " in found
 
 
 def test_the_short_form_takes_sizes(tmp_path):
