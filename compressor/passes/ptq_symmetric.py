@@ -1,4 +1,8 @@
-"""Round to nearest with symmetric scales: no calibration, every weight to the nearest code."""
+"""Round to nearest with symmetric scales: every weight to the nearest code.
+
+No calibration is needed; where statistics are at hand (``weighted``, or another pass of the list wants
+them), the scale search counts each column by its inputs' second moment.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,12 @@ from compressor.errors import CompressorError
 from compressor.kernels import affine, fp8
 from compressor.passes.base import PassOptions, Rounded
 
-NEEDS: frozenset[str] = frozenset()
+NEEDS: frozenset[str] = frozenset({"hessian"})
 KIND = "round"
 SYMMETRIC_ONLY = True
 FLOATS = True
+
+_DAMP = 0.01
 
 
 class Options(PassOptions):
@@ -30,6 +36,12 @@ class Options(PassOptions):
     range: Literal["full", "textbook"] = Field(
         "full", description="full uses codes -2^(b-1)..2^(b-1)-1; textbook leaves out the lowest one (integers)"
     )
+    weighted: bool = Field(False, description="collect statistics, to weight columns in the scale search")
+
+
+def needs(options: Options) -> frozenset[str]:
+    """The statistics wanted with these options."""
+    return NEEDS if options.weighted else frozenset()
 
 
 def run(
@@ -39,7 +51,7 @@ def run(
     options: Options,
     device: str = "cpu",
 ) -> Rounded:
-    """Round weight float32 [out, in]; stats and device are not used.
+    """Round weight float32 [out, in]; stats are welcome, device is not used.
 
     Facts: ``weight_error`` = sum of squared differences, ``relative_weight_error`` = that over the
     sum of squared weights.
@@ -64,11 +76,24 @@ def run(
         scale_dtype=spec.scale_dtype,
         convention=options.range,
         search=options.scales,
+        importance=_importance(stats, weight.shape[1]),
     )
     codes = affine.round_codes(weight, scales, None, low, high)
     even = np.ones(weight.shape[1], dtype=np.float32)
     error, _, _ = affine.moments(weight, even, scales, np.zeros_like(scales), low, high)
     return Rounded(QTensor(codes, scales, None, spec), _facts(weight, error))
+
+
+def _importance(stats: LayerStats | None, columns: int) -> NDArray[np.float32] | None:
+    """float32 [in]: the Hessian's diagonal, slightly damped, with mean about one; None without statistics."""
+    if stats is None:
+        return None
+    whole = stats.whole()
+    diagonal = whole.hessian.diagonal().cpu().numpy()
+    if whole.tokens == 0 or len(diagonal) != columns or not np.isfinite(diagonal).all() or not diagonal.any():
+        return None
+    importance: NDArray[np.float32] = (diagonal / diagonal.mean() + _DAMP).astype(np.float32)
+    return importance
 
 
 def _round_floats(weight: NDArray[np.float32], spec: Spec, options: Options) -> Rounded:

@@ -16,6 +16,7 @@ from compressor.passes.base import Consumer, PassOptions, Rescaled
 KIND = "rescale"
 NEEDS: frozenset[str] = frozenset({"hessian"})
 PAIRS = ("norm", "linear")
+FLOATS = True
 
 _SMALLEST = 1e-5
 

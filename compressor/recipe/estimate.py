@@ -54,41 +54,48 @@ def peak_parts(
     """Predicted peak resident bytes of ``quantize``, by part.
 
     - the largest tensor outside the blocks (embedding or head) as stored, while it is read and written;
-    - the largest block in float32, and its bytes as stored;
-    - one Hessian (float32 [in, in]) per distinct input of a block, where a pass wants Hessians;
+    - the largest block in float32, and its bytes as stored; twice where passes compare with the float model
+      while the block is being rounded;
+    - one Hessian (float32 [in, in]) per distinct input of a block, where a pass wants Hessians (only the
+      largest where passes are sequential), and as much again for the comparison with the float model;
     - what rounding the largest tensor takes: its float32 copies (weight, permuted, errors, rounded), and
       with a Hessian three matrices of its size (damped, factor, inverse);
     - the hidden states of all calibration tokens, and the activations of one batch.
     """
-    names = {call.name for t in planned for call in t.passes}
-    wanting = {name for name in names if _wants_hessian(name)}
-    hungry = {t.name for t in planned if any(call.name in wanting for call in t.passes)}
+    wanted = {t.name: frozenset[str]().union(*(passes.needs(call) for call in t.passes)) for t in planned}
+    hungry = {name for name, needs in wanted.items() if "hessian" in needs}
+    inside = frozenset[str]().union(*(wanted[t.name] for t in planned if t.layer is not None))
     outside = (t.source_nbytes for t in planned if t.layer is None)
     blocks: dict[int, int] = defaultdict(int)
     for t in planned:
         if t.layer is not None:
             blocks[t.layer] += 4 * t.elements + t.source_nbytes
-    in_blocks = any(t.name in hungry for t in planned if t.layer is not None)
+    copies = 2 if {"cross", "sequential"} <= inside else 1
     batch = max(BATCH_TOKENS, run.sequence_length)
     return {
         "interpreter and libraries": BASELINE_BYTES,
         "embedding or head, as stored": max(outside, default=0),
-        "one block (float32, and as stored)": max(blocks.values(), default=0),
-        "Hessians of one block": _hessian_bytes(family, dims) if in_blocks else 0,
+        "one block (float32, and as stored)": max(blocks.values(), default=0) * copies,
+        "Hessians": _hessian_bytes(family, dims, inside),
         "rounding the largest tensor": max((_rounding_bytes(t, t.name in hungry) for t in planned), default=0),
-        "hidden states": 4 * run.tokens * dims["hidden"],
+        "hidden states": _streams(inside) * 4 * run.tokens * dims["hidden"],
         "activations of one batch": 4 * batch * (4 * dims["hidden"] + 3 * dims["ffn"]),
     }
 
 
-def _wants_hessian(name: str) -> bool:
-    """Whether a pass needs Hessians; one that is not available yet is taken to."""
-    return name not in passes.available() or "hessian" in passes.load(name).NEEDS
-
-
-def _hessian_bytes(family: Family, dims: Mapping[str, int]) -> int:
+def _hessian_bytes(family: Family, dims: Mapping[str, int], wanted: frozenset[str]) -> int:
+    """Of the block's inputs, all at once, or one after the other where passes are sequential."""
+    if "hessian" not in wanted:
+        return 0
     width = {linear.name: dims[linear.in_] for linear in family.linears}
-    return sum(4 * width[group[0]] ** 2 for group in family.inputs)
+    sizes = [4 * width[group[0]] ** 2 for group in family.inputs]
+    each = 1 + ("cross" in wanted)
+    return each * (max(sizes) if "sequential" in wanted else sum(sizes))
+
+
+def _streams(wanted: frozenset[str]) -> int:
+    """Hidden states kept per token: the rounded model's, and the float model's where passes compare."""
+    return 2 if "cross" in wanted else 1
 
 
 def _rounding_bytes(tensor: PlannedTensor, hessian: bool) -> int:
@@ -102,5 +109,6 @@ def disk_bytes(planned: Sequence[PlannedTensor], dims: Mapping[str, int], run: R
 
     Two, because the states after a block are written before those it started from are removed.
     """
-    streams = 2 * 4 * run.tokens * dims["hidden"]
+    wanted = frozenset[str]().union(*(passes.needs(call) for t in planned for call in t.passes))
+    streams = 2 * _streams(wanted) * 4 * run.tokens * dims["hidden"]
     return sum(t.nbytes for t in planned) + streams + SIDE_FILES_BYTES

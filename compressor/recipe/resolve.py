@@ -13,7 +13,7 @@ from compressor.errors import CompressorError
 from compressor.passes import base as passes
 from compressor.recipe.formats import DEFAULTS, FLOAT_DEFAULTS, KEEP, PRESETS, SCALE_DTYPES, to_spec
 from compressor.recipe.mistakes import Mistake, did_you_mean
-from compressor.recipe.rules import LATER, Recipe, Rule
+from compressor.recipe.rules import Recipe, Rule
 from compressor.recipe.written import Format, RecipeModel, RuleModel, Section, ShortRecipeModel
 from compressor.recipe.yamlmarks import Loc, line_of
 from compressor.transforms import base as transforms
@@ -26,7 +26,6 @@ _SECTIONS = {
     "lm_head": "lm_head",
 }
 _AS_STORED = ("fp16", "bf16")
-_PASSES_LATER = tuple(name for name in LATER if name != "kv_cache")
 _Entry = tuple[str, Mapping[str, Any], Loc]
 
 
@@ -100,10 +99,16 @@ class Resolver:
             symmetric=section.symmetric,
         )
         spec = self._format(written, (*loc, "precision"))
-        calls = self._passes([section.method] if section.method else None, spec, (*loc, "method"))
+        calls = self._passes(self._method(section, spec), spec, (*loc, "method"))
         kept_as = "" if spec else section.precision
         where = f"{key} ({self._place(loc)})"
         return Rule(where, (_SECTIONS[key],), None, None, spec, calls, kept_as, short=True)
+
+    def _method(self, section: Section, spec: Mapping[str, Any] | None) -> list[str] | None:
+        """The passes a ``method`` of the short form stands for: AWQ scales, then rounds to nearest."""
+        if section.method != "awq" or spec is None or "awq" in self.substitutions:
+            return [section.method] if section.method else None
+        return ["awq", "ptq_symmetric" if spec["symmetric"] else "gptq"]
 
     def _format(self, written: Format, loc: Loc) -> dict[str, Any] | None:
         """Bits, group_size, symmetric, scale_dtype, and what else differs from a plain integer; None = keep."""
@@ -186,11 +191,8 @@ class Resolver:
 
     def _call(self, name: str, options: Mapping[str, Any], loc: Loc) -> list[PassCall]:
         """A pass by name, its options checked and completed; empty when that is impossible."""
-        if name in _PASSES_LATER:
-            self.missing.append((name, self._where(loc)))
-            return [PassCall(name, dict(options))]
         if name not in passes.available():
-            hint = did_you_mean(name, [*passes.available(), *_PASSES_LATER])
+            hint = did_you_mean(name, passes.available())
             self._problem(loc, f"unknown pass {name!r}", expected=", ".join(passes.available()), hint=hint)
             return []
         return self._options(name, passes.load(name).Options, options, loc)
@@ -212,14 +214,29 @@ class Resolver:
             return []
 
     def _one_rounding(self, calls: list[PassCall], spec: Mapping[str, Any], loc: Loc) -> None:
-        rounding = [c.name for c in calls if c.name not in LATER and passes.load(c.name).KIND == "round"]
+        """Any number of rescaling passes, then one that rounds; each must take this kind of format."""
+        kinds = [passes.kind(call) for call in calls]
+        rounding = [call.name for call, kind in zip(calls, kinds, strict=True) if kind == "round"]
         if len(rounding) > 1:
             self._problem(loc, "a weight is rounded once", got=", ".join(rounding))
-        for name in rounding:
-            if getattr(passes.load(name), "SYMMETRIC_ONLY", False) and not spec["symmetric"]:
-                self._problem(loc, f"{name} rounds symmetric formats only", hint="use gptq, or symmetric: true")
-            if spec.get("kind") == "float" and not getattr(passes.load(name), "FLOATS", False):
-                self._problem(loc, f"{name} rounds integer formats only", got="fp8", hint="use ptq_symmetric")
+        elif calls and not rounding:
+            names = ", ".join(call.name for call in calls)
+            self._problem(
+                loc,
+                "no pass rounds the weight",
+                got=f"{names} only",
+                hint=f"[{names}, gptq] or [{names}, ptq_symmetric]",
+            )
+        elif calls and kinds[-1] != "round":
+            self._problem(loc, f"{calls[-1].name} comes after {rounding[0]}", hint="rescaling passes come first")
+        for call in calls:
+            module = passes.load(call.name)
+            if getattr(module, "SYMMETRIC_ONLY", False) and not spec["symmetric"]:
+                self._problem(
+                    loc, f"{call.name} rounds symmetric formats only", hint="use gptq, or symmetric: true"
+                )
+            if spec.get("kind") == "float" and not getattr(module, "FLOATS", False):
+                self._problem(loc, f"{call.name} is for integer formats only", got="fp8", hint="use ptq_symmetric")
 
     def _cache(self, precision: str) -> None:
         loc: Loc = ("quantization_config", "kv_cache", "precision")
@@ -231,3 +248,4 @@ class Resolver:
                 self._problem(loc, f"--substitute kv_cache={precision}", expected="fp16 or bf16")
         elif precision not in _AS_STORED:
             self.missing.append(("kv_cache", self._where(loc)))
+

@@ -10,10 +10,10 @@ from compressor.core.plan import PassCall
 from compressor.errors import CompressorError
 from compressor.recipe.written import Layers
 
-LATER = {"awq": "activation-aware scaling (AWQ)", "kv_cache": "KV-cache calibration"}
+LATER = {"kv_cache": "KV-cache calibration"}
 """What recipes may already say and no code does yet."""
 
-INSTEAD = {"awq": "gptq", "kv_cache": "fp16"}
+INSTEAD = {"kv_cache": "fp16"}
 """What ``--substitute`` may put in its place."""
 
 

@@ -6,11 +6,15 @@ import torch
 from pydantic import ValidationError
 
 from compressor.calibration.stats import LayerStats
+from compressor.core.plan import PassCall
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
 from compressor.passes import base
 
-PASSES = base.available()
+ALL = base.available()
+PASSES = [name for name in ALL if base.load(name).KIND == "round"]
+RESCALING = [name for name in ALL if base.load(name).KIND == "rescale"]
+NEEDS = {"hessian", "cross", "held_out", "sequential"}
 SPECS = [
     Spec(4, 32),
     Spec(8, -1, scale_dtype="F16"),
@@ -47,6 +51,10 @@ def run(name, weight, spec, stats, **options):
     return module.run(weight, spec, stats, module.Options(**options), "cpu")
 
 
+def call(name):
+    return PassCall(name, base.load(name).Options().model_dump())
+
+
 def absmax_codes(weight, spec):
     """Round to nearest on absmax scales, spelled out: the floor no pass may fall below."""
     rows = 1 if spec.group_size == 0 else len(weight)
@@ -65,23 +73,27 @@ def cost(difference, hessian):
 
 
 def test_the_passes_are_found():
-    assert len(PASSES) >= 2
     assert {"gptq", "ptq_symmetric"} <= set(PASSES)
+    assert {"awq", "smoothquant"} <= set(RESCALING)
+    assert set(ALL) == {*PASSES, *RESCALING}
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", ALL)
 def test_what_a_pass_module_exports(name):
     module = base.load(name)
     assert module.__doc__
     assert isinstance(module.NEEDS, frozenset)
-    assert module.NEEDS.issubset({"hessian"})
-    assert module.KIND == "round"
-    assert isinstance(module.SYMMETRIC_ONLY, bool)
+    assert module.NEEDS <= NEEDS
+    assert base.needs(PassCall(name, module.Options().model_dump())) <= module.NEEDS
+    if name in PASSES:
+        assert isinstance(module.SYMMETRIC_ONLY, bool)
+    else:
+        assert set(module.PAIRS) <= {"norm", "linear"}
     assert issubclass(module.Options, base.PassOptions)
     assert all(field.description for field in module.Options.model_fields.values())
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", ALL)
 def test_options_are_strict_and_have_defaults(name):
     options = base.load(name).Options
     options()
@@ -92,6 +104,29 @@ def test_options_are_strict_and_have_defaults(name):
             options(**{field: object()})
         with pytest.raises(ValidationError):
             setattr(options(), field, None)
+
+
+@pytest.mark.parametrize("name", RESCALING)
+@pytest.mark.parametrize("spec", [Spec(4, 32), Spec(8, -1), Spec(4, 32, symmetric=False)], ids=Spec.label)
+def test_scales_are_positive_the_same_every_time_and_tied(name, spec, weight, stats):
+    module = base.load(name)
+    source_of = np.arange(96) // 32 * 16 + np.arange(96) % 16  # every source channel is read twice
+    consumers = [base.Consumer(weight, spec), base.Consumer(weight[:7], spec, feedback=True)]
+    first, second = (module.run(consumers, stats, source_of, module.Options(), "cpu") for _ in range(2))
+    assert first.facts == second.facts
+    assert first.scales is not None
+    assert first.scales.dtype == np.float32
+    assert first.scales.shape == (48,)
+    assert np.isfinite(first.scales).all()
+    assert (first.scales > 0).all()
+    np.testing.assert_array_equal(first.scales, second.scales)
+
+
+@pytest.mark.parametrize("name", RESCALING)
+def test_without_tokens_nothing_is_rescaled(name, weight):
+    module = base.load(name)
+    found = module.run([base.Consumer(weight, Spec(4, 32))], LayerStats.empty(96), np.arange(96), module.Options())
+    assert found.scales is None
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)
@@ -113,7 +148,7 @@ def test_it_returns_a_legal_tensor_the_same_every_time(name, spec, weight, stats
 def test_it_is_not_worse_than_absmax_rounding(name, spec, weight, stats):
     """Judged by what the pass knows: the Hessian when it asks for one, else the weights alone."""
     rounded = run(name, weight, spec, stats)
-    hessian = stats.hessian.numpy().astype(np.float64) if base.load(name).NEEDS else np.eye(96)
+    hessian = stats.hessian.numpy().astype(np.float64) if base.needs(call(name)) else np.eye(96)
     floor = cost(weight - absmax_codes(weight, spec), hessian)
     assert floor > 0
     assert cost(weight - rounded.tensor.dequantize(), hessian) < 1.01 * floor
@@ -123,7 +158,7 @@ def test_it_is_not_worse_than_absmax_rounding(name, spec, weight, stats):
 def test_it_does_without_statistics(name, spec, weight):
     rounded = run(name, weight, spec, None)
     assert isinstance(rounded.tensor, QTensor)
-    assert bool(rounded.degraded) == bool(base.load(name).NEEDS)
+    assert bool(rounded.degraded) == bool(base.needs(call(name)))
     floor = cost(weight - absmax_codes(weight, spec), np.eye(96))
     assert cost(weight - rounded.tensor.dequantize(), np.eye(96)) < 1.01 * floor
 

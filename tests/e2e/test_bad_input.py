@@ -147,7 +147,7 @@ def test_quantizing_an_artifact_is_refused(model, recipe, tmp_path):
 def test_unavailable_passes_are_refused_and_substituted(tiny_model, tmp_path):
     wide = {"hidden_size": 128, "head_dim": 32}
     model, out = tiny_model("llama", **wide), tmp_path / "out"
-    refused(quantize(model, "mixed_70b", out), out, "AWQ", "KV-cache", "--substitute awq=gptq")
+    refused(quantize(model, "mixed_70b", out), out, "KV-cache", "--substitute kv_cache=fp16")
     run = quantize(model, "mixed_70b", out, "--substitute", "awq=gptq", "--substitute", "kv_cache=fp16")
     assert run.returncode == 0, run.stderr
     assert "awq substituted by gptq" in run.stderr

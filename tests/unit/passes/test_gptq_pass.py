@@ -3,6 +3,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from compressor.calibration import factor
 from compressor.calibration.stats import LayerStats
 from compressor.core.spec import Spec
 from compressor.kernels.gptq import definition, quantize_columns
@@ -157,10 +158,10 @@ def test_without_usable_statistics_it_rounds_to_nearest_and_says_so(stats, why):
 
 
 def test_the_ladder_of_damps():
-    assert list(gptq._ladder(0.01)) == pytest.approx([0.01, 0.1, 1.0])
-    assert list(gptq._ladder(0.0)) == pytest.approx([0.0, 0.001, 0.01, 0.1, 1.0])
-    assert list(gptq._ladder(0.3)) == pytest.approx([0.3, 1.0])
-    assert list(gptq._ladder(1.0)) == [1.0]
+    assert list(factor._ladder(0.01)) == pytest.approx([0.01, 0.1, 1.0])
+    assert list(factor._ladder(0.0)) == pytest.approx([0.0, 0.001, 0.01, 0.1, 1.0])
+    assert list(factor._ladder(0.3)) == pytest.approx([0.3, 1.0])
+    assert list(factor._ladder(1.0)) == [1.0]
 
 
 def test_a_hessian_that_needs_more_damp_gets_it_and_the_facts_say_so():
@@ -184,8 +185,8 @@ def test_where_gptq_gains_nothing_round_to_nearest_is_kept():
 def test_the_factor_is_that_of_the_inverse():
     hessian = stats_of(dead=(7,)).hessian
     living, order = hessian.diagonal() > 0, torch.randperm(96, generator=torch.manual_seed(0))
-    upper = gptq._inverse_factor(hessian, living, order, 0.01, torch.float64)
-    damped = gptq._damped(hessian, living, order, 0.01, torch.float64)
+    upper = factor._inverse_factor(hessian, living, order, 0.01, torch.float64)
+    damped = factor.damped(hessian, living, order, 0.01, torch.float64)
     np.testing.assert_allclose(upper.T @ upper, torch.linalg.inv(damped), rtol=1e-8, atol=1e-12)
     np.testing.assert_array_equal(upper.tril(-1), 0)
     assert (upper.diagonal() > 0).all()

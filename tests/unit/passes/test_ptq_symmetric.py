@@ -18,7 +18,8 @@ def gaussian(rows=16, columns=96):
 
 def test_defaults_and_registry_constants():
     assert (OPTIONS.scales, OPTIONS.range) == ("mse", "full")
-    assert not ptq_symmetric.NEEDS
+    assert not ptq_symmetric.needs(OPTIONS)
+    assert ptq_symmetric.needs(ptq_symmetric.Options(weighted=True)) == {"hessian"}
     assert ptq_symmetric.KIND == "round"
     assert ptq_symmetric.SYMMETRIC_ONLY
 

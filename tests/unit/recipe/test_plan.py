@@ -62,7 +62,9 @@ def test_the_70b_recipe_has_its_honest_size():
     ends = 2 * 2 * 128256 * 8192 + 2 * 161 * 8192
     assert found.nbytes == ffn + attention + ends
     assert 66e9 < found.nbytes < 68e9
-    assert any("AWQ is NOT AVAILABLE YET" in note for note in found.notes)
+    assert any("KV-CACHE is NOT AVAILABLE YET" in note for note in found.notes)
+    (attention,) = {t.passes for t in found.tensors if t.spec and t.role == "attention"}
+    assert [call.name for call in attention] == ["awq", "ptq_symmetric"]
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -346,18 +348,18 @@ def test_peak_memory_lists_its_parts():
     assert dict(found.peak_parts) == {
         "interpreter and libraries": BASELINE_BYTES,
         "embedding or head, as stored": 2 * 128256 * 8192,
-        "one block (float32, and as stored)": 6 * block,
-        "Hessians of one block": 4 * (3 * 8192**2 + 28672**2),
+        "one block (float32, and as stored)": 2 * 6 * block,
+        "Hessians": 2 * 4 * 28672**2,
         "rounding the largest tensor": 4 * (4 * 8192 * 28672 + 3 * 28672**2),
-        "hidden states": 4 * 128 * 512 * 8192,
+        "hidden states": 2 * 4 * 128 * 512 * 8192,
         "activations of one batch": 4 * 2048 * (4 * 8192 + 3 * 28672),
     }
-    assert found.disk_bytes == found.nbytes + 2 * 4 * 128 * 512 * 8192 + 50_000_000
+    assert found.disk_bytes == found.nbytes + 4 * 4 * 128 * 512 * 8192 + 50_000_000
 
 
 def test_rounding_to_nearest_needs_no_hessians():
     parts = plan(LLAMA_70B, "int8").peak_parts
-    assert parts["Hessians of one block"] == 0
+    assert parts["Hessians"] == 0
     assert parts["rounding the largest tensor"] == 16 * 8192 * 28672
 
 
@@ -365,7 +367,7 @@ def test_a_quantized_head_counts(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("rules:\n  - {match: lm_head, format: int8}\n")
     parts = plan(LLAMA_70B, path).peak_parts
-    assert parts["Hessians of one block"] == 0
+    assert parts["Hessians"] == 0
     assert parts["rounding the largest tensor"] == 4 * (4 * 128256 * 8192 + 3 * 8192**2)
 
 

@@ -89,7 +89,7 @@ r.yaml: not a valid recipe
 - r.yaml:5: gptq: unknown option 'dmap'
   try: did you mean 'damp'?
 - r.yaml:5: unknown pass 'gtpq'
-  expected: gptq, ptq_symmetric
+  expected: awq, gptq, ptq_symmetric, smoothquant
   try: did you mean 'gptq'?
 - r.yaml:6: unknown key 'layrs'
   try: did you mean 'layers'?
@@ -208,10 +208,9 @@ def test_the_short_form_of_the_70b_recipe():
     assert by_role["ffn"].format == {"bits": 8, "group_size": -1, "symmetric": True, "scale_dtype": None}
     assert [call.name for call in by_role["ffn"].passes] == ["ptq_symmetric"]
     told = [str(problem) for problem in unavailable(recipe)]
-    assert len(told) == 2
-    assert "AWQ" in told[0]
-    assert "--substitute awq=gptq" in told[0]
-    assert "KV-cache calibration is not available yet" in told[1]
+    assert len(told) == 1
+    assert "KV-cache calibration is not available yet" in told[0]
+    assert "--substitute kv_cache=fp16" in told[0]
 
 
 def test_substitutions_make_it_runnable():
@@ -239,6 +238,23 @@ def test_a_substitute_that_is_named_anyway_runs_once(tmp_path):
     text = "rules:\n  - {match: ffn, format: int4, passes: [awq, {gptq: {damp: 0.5}}]}\n"
     (rule,) = load_recipe(write(tmp_path, text), {"awq": "gptq"}).rules
     assert [(call.name, call.options["damp"]) for call in rule.passes] == [("gptq", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        ("[awq]", "no pass rounds the weight"),
+        ("[gptq, awq]", "awq comes after gptq"),
+        ("[awq, gptq, ptq_symmetric]", "a weight is rounded once"),
+    ],
+)
+def test_rescaling_passes_come_first_and_one_pass_rounds(tmp_path, listed, why):
+    assert why in message(tmp_path, f"rules:\n  - {{match: ffn, format: int4, passes: {listed}}}\n")
+
+
+def test_awq_of_the_short_form_rounds_to_nearest():
+    recipe = load_recipe("mixed_70b")
+    assert [call.name for call in recipe.rules[1].passes] == ["awq", "ptq_symmetric"]
 
 
 EXTRAS = {
@@ -291,7 +307,7 @@ def test_the_default_pass_of_fp8_rounds_to_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "passes", "why"),
     [
-        ("fp8", ", passes: [gptq]", "gptq rounds integer formats only"),
+        ("fp8", ", passes: [gptq]", "gptq is for integer formats only"),
         ("{preset: fp8, group_size: 64}", "", "fp8 takes group_size -1 (row) or 0 (tensor), or block, got 64"),
         ("{preset: fp8, symmetric: false}", "", "a float format has 8 bits and is symmetric"),
         ("{preset: fp8, bits: 4}", "", "a float format has 8 bits and is symmetric"),
