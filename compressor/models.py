@@ -28,7 +28,7 @@ def open_model(source: str, *, exact: bool = False) -> Checkpoint:
         raise CompressorError(
             f"{source}: quantized in a format that is not read yet",
             got=f"quant_method {method!r}",
-            expected="compressed-tensors (pack-quantized), or unquantized weights",
+            expected="compressed-tensors, or unquantized weights",
             hint="start from the original checkpoint",
         )
     from compressor.export.compressed_tensors import ArtifactCheckpoint

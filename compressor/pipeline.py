@@ -119,7 +119,6 @@ def plan_model(
     label, config = open_config(path)
     family, written = _checked_family(config, label), load_recipe(recipe, substitutions)
     added = transforms.notes(written.transforms, config, family)
-    config = transforms.present(written.transforms, config, family, label)
     plan = make_plan(
         label=label,
         config=config,
@@ -128,7 +127,8 @@ def plan_model(
         recipe=written,
         run=RunShape(samples, sequence_length),
     )
-    return _with_limits(replace(plan, notes=(*plan.notes, *added)), family.tied(config))
+    tied = family.tied(transforms.present(written.transforms, config, family, label))
+    return _with_limits(replace(plan, notes=(*plan.notes, *added)), tied)
 
 
 def _with_notes(ready: Prepared) -> Plan:

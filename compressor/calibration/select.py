@@ -22,6 +22,8 @@ DEPTH = 2
 """Blocks run, all held in memory at once."""
 WIDTH = 64
 """Random directions per kind of moment and place."""
+SPREAD = 0.3
+"""How far a window stands for others: docs/calibration.md has what other ways of choosing gave."""
 BATCH_TOKENS = 2048
 
 
@@ -89,10 +91,10 @@ def _projected(moments: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 def facility_location(features: torch.Tensor, count: int) -> list[int]:
     """Greedy choice of ``count`` rows of features float32 [n, f], best first; ties go to the lower index.
 
-    Similarity is exp(-d^2 / mean d^2) with d the distance between rows.
+    Similarity is exp(-d^2 / (SPREAD * mean d^2)) with d the distance between rows.
     """
     distances = torch.cdist(features.double(), features.double()).square()
-    similar = torch.exp(-distances / distances.mean().clamp_min(1e-30))
+    similar = torch.exp(-distances / (SPREAD * distances.mean()).clamp_min(1e-30))
     best = torch.zeros(len(features), dtype=torch.float64)
     picked: list[int] = []
     for _ in range(count):

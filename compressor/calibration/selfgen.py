@@ -7,6 +7,7 @@ temperature 1, for variety, the rest at 0.8, for sense. Nothing is cut from the 
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import random
@@ -116,16 +117,23 @@ def _sample(
     for row, start in enumerate(starts):
         ids[row, : len(start)] = torch.tensor(start[:length])
     age = torch.ones(len(starts))  # tokens since the document began
-    cache = None
+    cache = _empty_cache(model)
     for position in range(1, length):
         step = ids[:, position - 1 : position].to(model.device)
-        output = model(input_ids=step, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        drawn = _draw(output.logits[:, -1, :vocabulary].float().cpu(), age, generator)
+        logits = model(input_ids=step, use_cache=True, **cache).logits[:, -1, :vocabulary]
+        drawn = _draw(logits.float().cpu(), age, generator)
         ids[:, position] = torch.where(ids[:, position] >= 0, ids[:, position], drawn)
         age = torch.where(ids[:, position] == (-1 if eos is None else eos), 0.0, age + 1)
         told(position + 1)
     return ids.tolist()
+
+
+def _empty_cache(model: Any) -> dict[str, Any]:
+    """A key-value cache that grows in place, under the name this transformers gives the argument."""
+    from transformers import DynamicCache
+
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
 
 
 def _draw(logits: torch.Tensor, age: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -28,7 +28,7 @@ def quantize(
         ),
     ] = "default",
     samples: Annotated[
-        int, typer.Option(min=1, help="Calibration windows; the bundled text fills 53 of 512 tokens.")
+        int, typer.Option(min=1, help="Calibration windows; the bundled text fills 128 of 512 tokens.")
     ] = 48,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per calibration window.")] = 512,
     select: Annotated[

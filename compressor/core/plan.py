@@ -28,7 +28,7 @@ class PlannedTensor:
         layer: Block number or None.
         shape, dtype: As the source presents it.
         source_nbytes: Its size in the source.
-        spec: Integer format, or None when it is kept as stored.
+        spec: Its format, or None when it is kept as stored.
         passes: Passes in order; empty when kept.
         rule: Where that was decided, e.g. ``rule 2 (recipes/int4.yaml:14)``, or ``no rule``.
         nbytes: Its size in the artifact (codes, scales, zero points and shape record).
@@ -105,5 +105,5 @@ class Plan:
         return 8 * self.nbytes / max(1, sum(t.elements for t in self.tensors))
 
     def quantized(self) -> tuple[PlannedTensor, ...]:
-        """The tensors that get integer codes."""
+        """The tensors that get codes."""
         return tuple(t for t in self.tensors if t.spec is not None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from compressor.kernels.tiles import Tile
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
+PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED = "pack-quantized", "int-quantized", "float-quantized"
 CHANNEL = -1
 TENSOR = 0
 
@@ -90,6 +91,13 @@ class Spec:
         if self.block is not None:
             return "block"
         return {CHANNEL: "channel", TENSOR: "tensor"}.get(self.group_size, "group")
+
+    @property
+    def layout(self) -> str:
+        """How compressed-tensors stores it: ``pack-quantized``, or a byte per weight: ``int-`` or ``float-``."""
+        if self.kind == "float":
+            return FLOAT_QUANTIZED
+        return INT_QUANTIZED if self.activations else PACK_QUANTIZED
 
     def columns_per_scale(self, in_features: int) -> int:
         """How many columns share one scale in a row of in_features columns."""

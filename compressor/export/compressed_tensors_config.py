@@ -11,14 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compressor.core.spec import ACTIVATIONS, CHANNEL, TENSOR, Spec
-from compressor.errors import CompressorError, Problems
-from compressor.export.compressed_tensors_layout import (
+from compressor.core.spec import (
+    ACTIVATIONS,
+    CHANNEL,
     FLOAT_QUANTIZED,
     INT_QUANTIZED,
     PACK_QUANTIZED,
-    layout_name,
+    TENSOR,
+    Spec,
 )
+from compressor.errors import CompressorError, Problems
 from compressor.patterns import compile_pattern
 
 METHOD, MIXED = "compressed-tensors", "mixed-precision"
@@ -49,7 +51,7 @@ def quantization_config(specs: Mapping[str, Spec | None], tied: bool) -> dict[st
         targets = [["Linear", *(HEAD_TARGET for module in specs if _is_head(module) and specs[module])]]
     else:
         targets = [_regex_targets(modules, specs) for modules in groups.values()]
-    layouts = {layout_name(spec) for spec in groups}
+    layouts = {spec.layout for spec in groups}
     mixed = len(layouts) > 1
     return {
         "config_groups": {
@@ -74,7 +76,7 @@ def _group(spec: Spec, mixed: bool) -> dict[str, Any]:
         kind = ACTIVATIONS[spec.activations]
         common = {"num_bits": 8, "type": kind, "symmetric": True}
         group["input_activations"] = {**common, "strategy": "token", "dynamic": True}
-    return {**group, "format": layout_name(spec)} if mixed else group
+    return {**group, "format": spec.layout} if mixed else group
 
 
 def _weights(spec: Spec) -> dict[str, Any]:
@@ -212,8 +214,8 @@ def _group_spec(config: Mapping[str, Any], group: Any, label: str) -> Spec:
         spec = _spec(weights, activations)
     except (KeyError, TypeError, ValueError) as error:
         raise _refusal(f"{label}: weights", f"{dict(weights)} ({error})", _READ) from error
-    if _SAME_BYTES.get(stored, stored) != layout_name(spec):
-        raise _refusal(f"{label}: {spec.label()} in this layout is not read", stored, layout_name(spec))
+    if _SAME_BYTES.get(stored, stored) != spec.layout:
+        raise _refusal(f"{label}: {spec.label()} in this layout is not read", stored, spec.layout)
     return spec
 
 

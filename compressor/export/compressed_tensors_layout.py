@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor.core.spec import Spec, packed_words
+from compressor.core.spec import FLOAT_QUANTIZED, INT_QUANTIZED, PACK_QUANTIZED, Spec, packed_words
 from compressor.core.tensors import QTensor, RawTensor
 from compressor.errors import CompressorError
 from compressor.kernels.floats import FLOAT_BYTES, decode_float, encode_float
 
-PACK_QUANTIZED, INT_QUANTIZED, FLOAT_QUANTIZED = "pack-quantized", "int-quantized", "float-quantized"
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 PLAIN = "weight"
 PLAIN_DTYPES = {INT_QUANTIZED: "I8", FLOAT_QUANTIZED: "F8_E4M3"}
@@ -37,16 +36,9 @@ PARTS = (PACKED, SCALE, ZERO, SHAPE)
 ITEM_BYTES = {"I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8, **FLOAT_BYTES}
 
 
-def layout_name(spec: Spec) -> str:
-    """compressed-tensors' name of the layout a format is stored in."""
-    if spec.kind == "float":
-        return FLOAT_QUANTIZED
-    return INT_QUANTIZED if spec.activations else PACK_QUANTIZED
-
-
 def codes_part(spec: Spec) -> str:
     """The part that holds the codes: ``weight_packed`` or ``weight``."""
-    return PACKED if layout_name(spec) == PACK_QUANTIZED else PLAIN
+    return PACKED if spec.layout == PACK_QUANTIZED else PLAIN
 
 
 def layout(spec: Spec, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -57,7 +49,7 @@ def layout(spec: Spec, out_features: int, in_features: int) -> dict[str, tuple[s
     """
     rows, groups = spec.scales_shape(out_features, in_features)
     single = spec.strategy == "tensor"
-    plain = PLAIN_DTYPES.get(layout_name(spec))
+    plain = PLAIN_DTYPES.get(spec.layout)
     if plain is not None:
         return {
             PLAIN: (plain, (out_features, in_features)),

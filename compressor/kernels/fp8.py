@@ -138,15 +138,17 @@ def choose_scales(
     if search == "absmax":
         return first
     weights = np.ones(weight.shape[1], np.float32) if importance is None else importance
-    best_scales, best = first, moments(weight, weights, first, tile)
-    for factor in np.geomspace(WIDEST, NARROWEST, CANDIDATES - 1):
-        tried = np.where(peaks > 0, _storable(first.astype(np.float64) * factor, scale_dtype), first)
-        best_scales, best = _better(weight, weights, tile, (best_scales, best), tried)
+    factors = np.append(1.0, np.geomspace(WIDEST, NARROWEST, CANDIDATES - 1))
+    tried = _storable(first.astype(np.float64)[:, :, None] * factors, scale_dtype)
+    tried = np.where(peaks[:, :, None] > 0, tried, first[:, :, None])
+    pick = grid_errors(weight, weights, tried, tile).argmin(axis=2)[:, :, None]
+    best_scales = np.take_along_axis(tried, pick, axis=2)[:, :, 0]
+    best = moments(weight, weights, best_scales, tile)
     for _ in range(REFITS):
         usable = (best[1] > 0) & (best[2] > 0)
         ratio = np.divide(best[1], best[2], out=np.ones_like(best[1]), where=usable)
-        tried = np.where(usable, _storable(ratio, scale_dtype), best_scales)
-        best_scales, best = _better(weight, weights, tile, (best_scales, best), tried)
+        again = np.where(usable, _storable(ratio, scale_dtype), best_scales)
+        best_scales, best = _better(weight, weights, tile, (best_scales, best), again)
     return best_scales
 
 
@@ -184,6 +186,23 @@ def moments(weight: Floats, importance: Floats, scales: Floats, tile: Tile) -> D
     _moments(np.ascontiguousarray(weight), np.ascontiguousarray(importance), scales, tile.rows, tile.columns, out)
     summed: Doubles = np.add.reduceat(out, np.arange(0, rows, tile.rows), axis=1)
     return summed
+
+
+def grid_errors(weight: Floats, importance: Floats, scales: Floats, tile: Tile) -> Doubles:
+    """``moments``' error for many scales at once: float32 [tile rows, tile columns, n] -> float64 alike.
+
+    Every sum keeps moments' order, so it equals it bit for bit. Works through whole tiles, bounded in memory.
+    """
+    rows, across, count = weight.shape[0], scales.shape[1], scales.shape[2]
+    out = np.empty(scales.shape, np.float64)
+    step = max(1, _CHUNK // (across * count) // tile.rows) * tile.rows
+    for start in range(0, rows, step):
+        part = weight[start : start + step]
+        own = slice(start // tile.rows, -(-(start + len(part)) // tile.rows))
+        errors = np.zeros((len(part), across, count), np.float64)
+        _grid_errors(np.ascontiguousarray(part), importance, scales[own], tile.rows, tile.columns, errors)
+        out[own] = np.add.reduceat(errors, np.arange(0, len(part), tile.rows), axis=0)
+    return out
 
 
 def moments_numpy(weight: Floats, importance: Floats, scales: Floats, tile: Tile) -> Doubles:
@@ -247,3 +266,18 @@ def _moments(weight, importance, scales, tile_rows, tile_columns, out):  # type:
                 cross += height * np.float64(weight[r, j]) * value
                 power += height * value * value
             out[0, r, t], out[1, r, t], out[2, r, t] = error, cross, power
+
+
+@njit(parallel=True, cache=True, error_model="numpy")
+def _grid_errors(weight, importance, scales, tile_rows, tile_columns, out):  # type: ignore[no-untyped-def]
+    """The innermost loop runs over candidates, so it vectorizes and each sum keeps its order."""
+    rows, columns = weight.shape
+    count = scales.shape[2]
+    for r in prange(rows):
+        for t in range(scales.shape[1]):
+            scale, error = scales[r // tile_rows, t], out[r, t]
+            for j in range(t * tile_columns, min(columns, (t + 1) * tile_columns)):
+                w, height = weight[r, j], np.float64(importance[j])
+                for k in range(count):
+                    difference = np.float64(w - _nearest(w / scale[k]) * scale[k])
+                    error[k] += height * difference * difference

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from compressor.arch.base import Family
 from compressor.core.plan import PlannedTensor
-from compressor.core.spec import Spec, packed_words
+from compressor.core.spec import PACK_QUANTIZED, Spec, packed_words
 from compressor.kernels.floats import FLOAT_BYTES
 from compressor.passes import base as passes
 
@@ -40,7 +40,7 @@ def artifact_nbytes(spec: Spec, out_features: int, in_features: int) -> int:
     """
     rows, groups = spec.scales_shape(out_features, in_features)
     scales = FLOAT_BYTES[spec.scale_dtype] * rows * groups
-    if spec.kind == "float" or spec.activations:
+    if spec.layout != PACK_QUANTIZED:
         return out_features * in_features + scales
     packed = 4 * out_features * packed_words(in_features, spec.bits)
     packed_zeros = 4 * packed_words(rows, spec.bits) * groups

@@ -39,13 +39,16 @@ def make_plan(
         label: Name of the model, for messages.
         config: Parsed config.json.
         family: Its arch data.
-        tensors: Headers of the checkpoint, or None to plan from the config alone.
+        tensors: Headers of the checkpoint (seen through the recipe's transforms, as is ``config``), or None
+            to plan from the config alone, which the transforms then change here.
         recipe: The rules.
         run: Calibration size, for the memory prediction.
 
     Raises:
         Problems: rules that match nothing, group sizes that do not divide: all at once.
     """
+    if tensors is None:
+        config = transforms.present(recipe.transforms, config, family, label)
     headers = tensors if tensors is not None else headers_from_config(config, family)
     planner = _Planner(config, family, recipe)
     planned = tuple(planner.plan(info) for info in _walk_order(headers, config, family))

@@ -32,7 +32,7 @@ from compressor.kernels.floats import FLOAT_BYTES, all_finite, decode_float, enc
 from compressor.kernels.rotations import Rotation, hadamard_orders, random_hadamard, random_orthogonal
 from compressor.transforms.base import TransformedCheckpoint, TransformOptions
 
-PIECE = 1 << 21  # elements rotated at once: bounds the float64 temporaries
+PIECE = 1 << 18  # elements rotated at once: bounds the float64 temporaries
 WORKING_BYTES = 5 * 8 * PIECE
 
 

@@ -27,6 +27,7 @@ def test_float_formats(spec, label, strategy, scales, tile):
     assert (spec.label(), spec.strategy) == (label, strategy)
     assert spec.scales_shape(5, 8) == scales
     assert spec.tile(5, 8) == tile
+    assert spec.layout == "float-quantized"
 
 
 def test_integer_formats_keep_their_names():
@@ -34,6 +35,7 @@ def test_integer_formats_keep_their_names():
     assert Spec(4, 32, symmetric=False).label() == "int4 g32 asym"
     assert Spec(8, -1, activations="int8").label() == "int8 channel a8"
     assert Spec(8, -1) != Spec(8, -1, activations="int8")
+    assert (Spec(8, -1).layout, Spec(8, -1, activations="int8").layout) == ("pack-quantized", "int-quantized")
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,11 @@ def random_tensor(spec: Spec, out: int, in_: int, seed: int = 0) -> QTensor:
     """Codes over the full range, extremes included."""
     rng = np.random.default_rng(seed)
     shape = spec.scales_shape(out, in_)
-    codes = rng.integers(spec.qmin, spec.qmax + 1, (out, in_)).astype(np.int8)
-    codes.flat[:2] = spec.qmin, spec.qmax
+    if spec.kind == "float":
+        codes = rng.choice([c for c in range(256) if c & 0x7F != 0x7F], (out, in_)).astype(np.uint8)
+    else:
+        codes = rng.integers(spec.qmin, spec.qmax + 1, (out, in_)).astype(np.int8)
+        codes.flat[:2] = spec.qmin, spec.qmax
     scales = round_to_dtype(rng.uniform(0.001, 1, shape).astype(np.float32), spec.scale_dtype)
     zeros = None if spec.symmetric else rng.integers(spec.qmin, spec.qmax + 1, shape).astype(np.int8)
     return QTensor(codes, scales, zeros, spec)
@@ -55,6 +58,44 @@ def test_decode_inverts_encode_and_sizes_are_exact(bits, group_size, symmetric):
             encoded = ct.encode("m", tensor)
             assert_equal(ct.decode("m", encoded, spec), tensor)
             assert ct.encoded_nbytes(spec, out, in_) == sum(raw.nbytes for raw in encoded.values())
+
+
+FP8, FP8_BLOCK = Spec(8, -1, kind="float"), Spec(8, 0, kind="float", block=(16, 24))
+W8A8, W4A8 = Spec(8, -1, activations="int8"), Spec(4, 8, activations="int8")
+BYTE_SPECS = [FP8, Spec(8, 0, scale_dtype="F32", kind="float"), FP8_BLOCK, W8A8, W4A8]
+
+
+@pytest.mark.parametrize("spec", BYTE_SPECS, ids=Spec.label)
+def test_formats_with_a_byte_per_weight_come_back(spec):
+    for out, in_ in ((16, 64), (7, 8), (33, 40), (1, 40)):
+        tensor = random_tensor(spec, out, in_)
+        encoded = ct.encode("m", tensor)
+        assert set(encoded) == {"m.weight", "m.weight_scale"}
+        weight = encoded["m.weight"]
+        assert (weight.dtype, weight.shape) == ("F8_E4M3" if spec.kind == "float" else "I8", (out, in_))
+        assert weight.data.tobytes() == tensor.codes.tobytes()
+        assert_equal(ct.decode("m", encoded, spec), tensor)
+        assert ct.encoded_nbytes(spec, out, in_) == sum(raw.nbytes for raw in encoded.values())
+    assert ct.encode("m", random_tensor(FP8_BLOCK, 33, 40))["m.weight_scale"].shape == (3, 2)
+
+
+def test_a_byte_format_whose_parts_are_wrong_is_refused():
+    encoded = ct.encode("m", random_tensor(FP8, 4, 6))
+    nan = RawTensor("F8_E4M3", (4, 6), np.full(24, 0xFF, np.uint8))
+    with pytest.raises(CompressorError, match="not a legal fp8 channel matrix") as caught:
+        ct.decode("m", {**encoded, "m.weight": nan}, FP8)
+    assert "NaN" in str(caught.value)
+    integers = RawTensor("I8", (4, 6), encoded["m.weight"].data)
+    with pytest.raises(CompressorError, match=r"m\.weight: does not fit"):
+        ct.decode("m", {**encoded, "m.weight": integers}, FP8)
+    flat = RawTensor("F8_E4M3", (24,), encoded["m.weight"].data)
+    with pytest.raises(CompressorError, match=r"m\.weight: no matrix"):
+        ct.decode("m", {**encoded, "m.weight": flat}, FP8)
+    with pytest.raises(CompressorError, match=r"m\.weight_scale: does not fit"):
+        ct.decode("m", encoded, Spec(8, 0, kind="float"))
+    del encoded["m.weight"]
+    with pytest.raises(CompressorError, match=r"m\.weight: no matrix"):
+        ct.decode("m", encoded, FP8)
 
 
 def test_dtypes_and_shapes_of_the_parts():
@@ -199,12 +240,14 @@ def write_artifact(folder: Path, specs, extra=(), shards=1, tied=False) -> dict[
 
 TORCH_DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I32": torch.int32, "I64": torch.int64, "I8": torch.int8,
+    "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 SPECS = {
     "model.layers.0.mlp.up_proj": INT4,
     "model.layers.0.mlp.down_proj": Spec(8, 0, False, "F32"),
     "model.layers.1.mlp.up_proj": Spec(3, 16, False, "F16"),
+    "model.layers.2.mlp.up_proj": FP8_BLOCK,
+    "model.layers.2.mlp.down_proj": W8A8,
     "lm_head": None,
 }
 
@@ -229,6 +272,7 @@ def test_artifact_reads_as_floats_and_tells_codes(tmp_path, shards):
         assert info.nbytes == raw.nbytes
         assert info.stored_as == tensor.spec.label()
     assert artifact.qtensor("lm_head.weight") is None
+    assert [artifact.activations(m) for m in SPECS] == [None] * 4 + ["int8", None]
     assert artifact.raw("lm_head.weight").data.tolist() == list(range(18))
     np.testing.assert_array_equal(artifact.read("model.embed_tokens.weight"), np.arange(24).reshape(8, 3))
     assert list(artifact.side_files()) == ["tokenizer.json"]
@@ -256,7 +300,21 @@ def test_a_directory_that_contradicts_its_config_is_refused_with_every_problem(t
     path.write_text(json.dumps(config))
     with pytest.raises(Problems, match="do not fit") as caught:
         opened(tmp_path / "a")
-    assert str(caught.value).count("names no format") == 3
+    assert str(caught.value).count("names no format") == 5
+
+
+def test_codes_stored_in_another_layout_than_the_config_says_are_refused(tmp_path):
+    specs = {"model.layers.0.mlp.up_proj": FP8, "model.layers.0.mlp.down_proj": Spec(8, -1)}
+    write_artifact(tmp_path / "a", specs)
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text())
+    swapped = dict(zip(specs, reversed(specs.values()), strict=True))
+    config["quantization_config"] = ct.quantization_config(swapped, tied=False)
+    path.write_text(json.dumps(config))
+    with pytest.raises(Problems, match="do not fit") as caught:
+        opened(tmp_path / "a")
+    assert "model.layers.0.mlp.up_proj: not stored as quantization_config says" in str(caught.value)
+    assert "model.layers.0.mlp.down_proj: not stored as quantization_config says" in str(caught.value)
 
 
 def test_reordered_columns_and_files_without_codes_are_refused(tmp_path):
@@ -280,9 +338,9 @@ def test_export_writes_the_same_model_and_nothing_else(tmp_path, shards):
     seen = []
     facts = ct.export(opened(tmp_path / "a"), tmp_path / "b", lambda *step: seen.append(step))
     assert facts["shards"] == shards
-    assert (facts["tensors"], facts["quantized"]) == (5, 3)
+    assert (facts["tensors"], facts["quantized"]) == (7, 5)
     assert seen[shards - 1] == ("writing", shards, shards)
-    assert seen[-1] == ("reading back", 5, 5)
+    assert seen[-1] == ("reading back", 7, 7)
     source, written = SafetensorsCheckpoint(tmp_path / "a"), SafetensorsCheckpoint(tmp_path / "b")
     assert facts["bytes"] == sum(info.nbytes for info in source.tensors.values())
     assert written.config == source.config

@@ -122,6 +122,16 @@ def test_moments_equal_their_definition(tile):
     assert found[0].sum() == pytest.approx(by_hand, rel=1e-12)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_many_scales_at_once_equal_one_after_the_other(monkeypatch, tile):
+    weight, importance = gaussian(), np.random.default_rng(1).random(96).astype(np.float32)
+    scales = np.random.default_rng(2).uniform(0.0002, 0.02, (*tile_shape(tile), 5)).astype(np.float32)
+    expected = [fp8.moments(weight, importance, scales[:, :, k], tile)[0] for k in range(5)]
+    np.testing.assert_array_equal(fp8.grid_errors(weight, importance, scales, tile), np.stack(expected, axis=2))
+    monkeypatch.setattr(fp8, "_CHUNK", 300)  # in pieces of a few tiles
+    np.testing.assert_array_equal(fp8.grid_errors(weight, importance, scales, tile), np.stack(expected, axis=2))
+
+
 def tile_shape(tile, rows=40, columns=96):
     return -(-rows // tile.rows), -(-columns // tile.columns)
 
