@@ -25,7 +25,8 @@ from compressor.errors import CompressorError, Problems
 from compressor.models import open_source
 from compressor.recipe.plan import RunShape, make_plan
 from compressor.recipe.schema import Recipe, load_recipe, unavailable
-from compressor.rounding import Work, check_finite, round_blocks, shard_name
+from compressor.rounding.run import check_finite, round_blocks
+from compressor.rounding.tensor import Work, shard_name
 from compressor.transforms import base as transforms
 
 if TYPE_CHECKING:

@@ -248,4 +248,3 @@ class Resolver:
                 self._problem(loc, f"--substitute kv_cache={precision}", expected="fp16 or bf16")
         elif precision not in _AS_STORED:
             self.missing.append(("kv_cache", self._where(loc)))
-

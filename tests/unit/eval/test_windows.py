@@ -5,8 +5,8 @@ from fixtures_models import write_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from compressor.errors import CompressorError
 from compressor.calibration.packing import added_bos
+from compressor.errors import CompressorError
 from compressor.eval.windows import encode_text, make_windows
 
 

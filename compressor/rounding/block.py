@@ -15,8 +15,9 @@ from compressor.calibration.walk import FloatModel
 from compressor.core.tensors import RawTensor
 from compressor.errors import CompressorError
 from compressor.kernels.floats import encode_float
-from compressor.rescaling import TOLERANCE, Folds, Rescaler, moved, rescaling
-from compressor.rounding import Streams, Work, needs, round_tensor, shard_name
+from compressor.rounding.rescale import TOLERANCE, Folds, Rescaler, moved, rescaling
+from compressor.rounding.streams import Streams
+from compressor.rounding.tensor import Work, needs, round_tensor, shard_name
 
 if TYPE_CHECKING:
     from compressor.calibration.stats import LayerStats

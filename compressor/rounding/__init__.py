@@ -1,0 +1,1 @@
+"""From a plan to shards: the run, one block of it, one tensor of a block, and the scales moved before."""
