@@ -250,6 +250,7 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
             return ready, _stored_report(job.out, report)
         check_free_space(job.out, ready.plan.disk_bytes)
         check_finite(transforms.untransformed(ready.checkpoint), progress)
+        transforms.verify(ready.checkpoint, ready.family, tokens.batches, job.device)
         work = Work(ready.checkpoint, ready.family, ready.plan, job.device, job.strict)
         round_blocks(work, run, tokens, progress)
         _gather_facts(ready, run, report)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +27,13 @@ import compressor.transforms as package
 from compressor.arch.base import Config, Family
 from compressor.checkpoint.base import Checkpoint
 from compressor.core.plan import PassCall
-from compressor.errors import CompressorError, Problems
+from compressor.errors import CompressorError, GateFailed, Problems
+
+if TYPE_CHECKING:
+    import torch
+
+VERIFIED_TOKENS = 64
+MOST_MOVED = 0.03  # an embedding rounded to 16 bits moves hidden states by about 2^-9
 
 
 class TransformOptions(BaseModel):
@@ -119,6 +125,54 @@ def untransformed(checkpoint: Checkpoint) -> Checkpoint:
     while isinstance(checkpoint, TransformedCheckpoint):
         checkpoint = checkpoint.source
     return checkpoint
+
+
+def verify(checkpoint: Checkpoint, family: Family, batches: Sequence[torch.Tensor], device: str) -> None:
+    """Run the first and the last block of the model and of its view on a few tokens, and compare.
+
+    A view may turn the stream, so what is compared are the products of all pairs of hidden states.
+
+    Args:
+        checkpoint: A view, or an untransformed model (then there is nothing to do).
+        family: Its arch data.
+        batches: Token ids int64 [b, L]; the first VERIFIED_TOKENS of them are used.
+        device: torch device of the computation.
+
+    Raises:
+        GateFailed: naming the block whose output moved.
+    """
+    source = untransformed(checkpoint)
+    if source is checkpoint:
+        return
+    tokens = batches[0][:1, :VERIFIED_TOKENS]
+    layers = dict.fromkeys((0, family.dims(source.config)["layers"] - 1))
+    before, after = (_products(model, family, tokens, layers, device) for model in (source, checkpoint))
+    for layer in layers:
+        moved = float((after[layer] - before[layer]).norm() / before[layer].norm())
+        if not moved < MOST_MOVED:
+            raise GateFailed(
+                f"{checkpoint.label}: the transformed model computes something else in block {layer}",
+                got=f"hidden states {moved:.2e} apart",
+                expected=f"below {MOST_MOVED}",
+                hint="leave transforms out of the recipe, and report this model",
+            )
+
+
+def _products(
+    model: Checkpoint, family: Family, tokens: torch.Tensor, layers: Iterable[int], device: str
+) -> dict[int, torch.Tensor]:
+    """By block: float64 [n, n] inner products of its outputs for n embedded tokens."""
+    from compressor.calibration.walk import Walk
+
+    walk = Walk(model, family, device)
+    found = {}
+    for layer in layers:
+        streams, block = walk.embed([tokens]), walk.block(layer)
+        walk.forward(block, layer, streams)
+        walk.release(block)
+        states = streams[0][0].double()
+        found[layer] = states @ states.T
+    return found
 
 
 def _loaded(call: PassCall) -> tuple[ModuleType, Any]:

@@ -9,7 +9,7 @@ from compressor.arch.base import Norm
 from compressor.calibration.walk import Walk
 from compressor.checkpoint.reader import check_against_family, open_checkpoint
 from compressor.core.plan import PassCall
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, GateFailed
 from compressor.kernels.floats import bf16_to_f32, f32_to_bf16
 from compressor.transforms import base, rotate
 
@@ -182,6 +182,18 @@ def test_unknown_tensors_are_carried_and_told(tiny_model):
     assert [note for note in found.notes if note.startswith("9 tensors unknown to family llama")]
     name = "model.layers.2.mlp.up_proj.weight"
     assert np.array_equal(found.raw(name).data, checkpoint.raw(name).data)
+
+
+def test_the_run_s_own_check_passes_and_can_fail(tiny_model):
+    checkpoint = open_checkpoint(str(tiny_model("qwen2", tie_word_embeddings=True)))
+    family = find_family(checkpoint.config, "m")
+    base.verify(checkpoint, family, [TOKENS], "cpu")
+    found = rotated(checkpoint)
+    base.verify(found, family, [TOKENS], "cpu")
+    name = "model.layers.1.mlp.down_proj.weight"
+    found._changes[name] = rotate.Change(name)  # a writer that was forgotten
+    with pytest.raises(GateFailed, match="something else in block 1"):
+        base.verify(found, family, [TOKENS], "cpu")
 
 
 def test_widths_without_a_hadamard_matrix_are_refused(tiny_model):
