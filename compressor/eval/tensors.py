@@ -16,7 +16,9 @@ from compressor.core.report import Progress, no_progress
 from compressor.core.spec import CHANNEL, TENSOR, Spec
 from compressor.core.tensors import QTensor
 from compressor.errors import CompressorError, Problems
+from compressor.eval.history import History, history_of, rescaled_like
 from compressor.kernels.floats import FLOAT_BYTES
+from compressor.transforms import base as transforms
 
 SLACK = 5.0
 """How many times the error of rounding to nearest is still healthy: GPTQ lowers the error of the outputs
@@ -30,6 +32,9 @@ FLOAT_LIMIT = 0.01
 
 FP8_ERROR = 0.0236
 """Relative error of E4M3, root mean square, mantissas evenly spread: (1/8) / sqrt(12) over sqrt(7/3)."""
+
+DISTILLED = 0.1
+"""Trained scales may stand this far from those that were rounded with."""
 
 _BLOCK = 1 << 22
 """Elements compared at once: bounds the float64 temporaries of a large embedding."""
@@ -82,11 +87,13 @@ def verify_model(
     within what their format explains (``error_limit``). Without a source, names and shapes are held
     against the model's family.
     """
-    found = Verification(notes=list(target.notes))
+    found, history = Verification(notes=list(target.notes)), history_of(target)
+    if against is not None and history.transforms:
+        against = transforms.apply(history.transforms, against, find_family(against.config, against.label))
     found.problems += _family_problems(target, found.notes) if against is None else _name_problems(target, against)
     for done, name in enumerate(target.tensors, start=1):
         try:
-            found.checks.append(_check(target, against, name, found.problems))
+            found.checks.append(_check(target, against, name, found.problems, history))
         except CompressorError as error:
             text = str(error).replace("\n ", ";")
             found.problems.append(text if name.removesuffix(".weight") in text else f"{name}: {text}")
@@ -117,7 +124,9 @@ def _name_problems(target: Checkpoint, against: Checkpoint) -> list[str]:
     return problems + [f"{name}: not in the source" for name in sorted(extra)]
 
 
-def _check(target: Checkpoint, against: Checkpoint | None, name: str, problems: list[str]) -> TensorCheck:
+def _check(
+    target: Checkpoint, against: Checkpoint | None, name: str, problems: list[str], history: History
+) -> TensorCheck:
     """Read one tensor and compare it; what is wrong with it goes to problems."""
     info = target.tensors[name]
     codes: QTensor | None = target.qtensor(name) if hasattr(target, "qtensor") else None
@@ -132,12 +141,18 @@ def _check(target: Checkpoint, against: Checkpoint | None, name: str, problems: 
         problems.append(f"{name}: shape {list(info.shape)}, the source has {list(source.shape)}")
         return TensorCheck(name, label)
     in_gguf = info.file.endswith(".gguf") and len(info.shape) == 2
+    is_norm = len(info.shape) == 1 and (name in history.rescaled or history.distilled)
+    if codes is None and is_norm:
+        return TensorCheck(name, f"{label} rescaled")
     if codes is None and not in_gguf and _is_kept(info, source.dtype):
         if np.array_equal(target.raw(name).data, against.raw(name).data):
             return TensorCheck(name, label, 0.0)
         problems.append(f"{name}: kept as stored, but its bytes differ from the source's")
     original = against.read(name)
+    if name in history.rescaled and original.ndim == 2:
+        original, label = rescaled_like(original, values), f"{label} rescaled"
     error, limit = relative_error(original, values), error_limit(original, codes, info.stored_as, in_gguf)
+    limit += 2 * history.moved.get(name, 0.0) + (DISTILLED if history.distilled and codes is not None else 0.0)
     if not error <= limit:
         problems.append(f"{name}: relative error {error:.3f}, {label} explains at most {limit:.3f}")
     return TensorCheck(name, label, error)

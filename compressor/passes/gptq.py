@@ -90,9 +90,10 @@ def run(
     """Round weight float32 [out, in] by the Hessian of its inputs.
 
     Facts (always these keys): ``rounding`` (``gptq``, or ``rtn`` when that was no worse), ``damp`` used,
-    ``dead_columns``, ``error`` = tr((W - Q) H (W - Q)^T) / tokens, ``error_rtn`` (the same for round to
-    nearest on the same scales), and ``relative_error``, ``relative_error_rtn`` = those over
-    tr(W H W^T) / tokens. Without usable statistics everything is rounded to nearest: degraded.
+    ``dead_columns``, ``moved`` = ||W* - W|| / ||W|| of the weight W* that was rounded, ``error`` =
+    tr((W* - Q) H (W* - Q)^T) / tokens, ``error_rtn`` (the same for round to nearest on the same scales), and
+    ``relative_error``, ``relative_error_rtn`` = those over tr(W* H W*^T) / tokens. Without usable
+    statistics everything is rounded to nearest: degraded.
     """
     whole = stats.whole() if stats is not None else None
     if whole is None or whole.tokens == 0:
@@ -114,6 +115,7 @@ def run(
         return _fallback(rounding, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
     codes = _columns(rounding, found.upper, found.order, options.block_size)
     facts: dict[str, Any] = {"damp": found.damp, "dead_columns": int((~found.living).sum())}
+    facts["moved"] = float(np.linalg.norm(target - weight) / max(float(np.linalg.norm(weight)), 1e-30))
     return _better(rounding, rounding.tensor(codes), hessian, whole.tokens, facts)
 
 
@@ -164,7 +166,7 @@ def _grid(
 
 def _fallback(rounding: _Rounding, why: str) -> Rounded:
     facts = dict.fromkeys(("error", "error_rtn", "relative_error", "relative_error_rtn"))
-    facts |= {"rounding": "rtn", "damp": None, "dead_columns": None}
+    facts |= {"rounding": "rtn", "damp": None, "dead_columns": None, "moved": None}
     return Rounded(rounding.nearest(), facts, (f"gptq: rounded to nearest, because {why}",))
 
 

@@ -150,12 +150,9 @@ class BlockRounding:
             self.block.get_submodule(name).weight.copy_(torch.from_numpy(rounded))  # type: ignore[operator]
 
     def _fold_facts(self, name: str) -> dict[str, Any]:
-        """What rescaling did to the inputs of this linear."""
-        short = name.rpartition(".")[2]
-        found = {
-            pair: facts for pair, facts in self.folds.facts.items() if short in pair.partition("-> ")[2].split(", ")
-        }
-        return {"rescaled": found} if found else {}
+        """What rescaling did to a module's weight."""
+        pairs = self.folds.touched.get(name, [])
+        return {"rescaled": {pair: self.folds.facts[pair] for pair in pairs}} if pairs else {}
 
     def _keep_the_rest(self) -> None:
         """What is not rounded: as stored, or as a fold left it."""
@@ -168,3 +165,5 @@ class BlockRounding:
             else:
                 data = encode_float(changed, tensor.dtype)
                 self.tensors[tensor.name] = RawTensor(tensor.dtype, changed.shape, data)
+                folded = self._fold_facts(tensor.module.removeprefix(self.prefix))
+                self.facts[tensor.name] = {"format": tensor.dtype.lower(), "degraded": [], **folded}

@@ -35,12 +35,14 @@ class Folds:
     Attributes:
         changed: Float tensors that are stored but not rounded and have new values, by local name.
         stats: Statistics of every linear's input after the folds, by local name.
+        touched: By local module name, the pairs that were folded into its weight.
         facts: Facts of the report by pair (``input_layernorm -> q_proj, k_proj, v_proj``).
         notes: Sentences about folds that were taken back or not tried.
     """
 
     changed: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     stats: dict[str, LayerStats] = field(default_factory=dict)
+    touched: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -102,6 +104,8 @@ class Rescaler:
         self.folds.facts[label(pair)] = {"pass": call.name, **found.facts}
         if found.scales is not None:
             self._fold(pair, found.scales)
+            for name in (pair.source, *pair.consumers):
+                self.folds.touched.setdefault(name, []).append(label(pair))
 
     def _consumer(self, name: str) -> base.Consumer:
         planned = self.planned[name]

@@ -14,6 +14,7 @@ FACTS = {
     "rounding",
     "damp",
     "dead_columns",
+    "moved",
     "error",
     "error_rtn",
     "relative_error",
@@ -250,3 +251,45 @@ def test_strips_of_columns_do_not_show(monkeypatch):
     assert gptq._cost(difference, hessian) == pytest.approx(whole, rel=1e-5)
     expected = np.einsum("ri,ij,rj->", difference, hessian.numpy().astype(np.float64), difference)
     assert whole == pytest.approx(expected, rel=1e-5)
+
+
+def test_propagation_is_the_least_squares_answer_to_drifted_inputs():
+    """With tokens to spare and no damp, W* gives what W gave on the float inputs, as well as any matrix can."""
+    rng = np.random.default_rng(5)
+    exact = rng.standard_normal((3000, 48)).astype(np.float32)
+    drifted = (
+        exact + 0.3 * exact @ rng.standard_normal((48, 48)) / 7 + 0.1 * rng.standard_normal((3000, 48))
+    ).astype(np.float32)
+    stats = LayerStats.empty(48, cross=True)
+    stats.add(torch.from_numpy(drifted), torch.from_numpy(exact))
+    weight = rng.standard_normal((8, 48)).astype(np.float32)
+    found = factor.factor(stats, 0.0, act_order=True, device="cpu")
+    target = gptq._propagated(weight, stats, found, 1.0)
+    best = np.linalg.lstsq(drifted.astype(np.float64), exact.astype(np.float64) @ weight.T, rcond=None)[0].T
+    np.testing.assert_allclose(target, best, atol=2e-3)
+    half = gptq._propagated(weight, stats, found, 0.5)
+    np.testing.assert_allclose(half, (weight + best) / 2, atol=2e-3)
+
+
+def test_propagation_pays_on_the_outputs_and_the_facts_say_how_far_the_weight_moved():
+    rng = np.random.default_rng(6)
+    exact = rng.standard_normal((2000, 64)).astype(np.float32)
+    drifted = (exact @ (np.eye(64) + 0.1 * rng.standard_normal((64, 64)))).astype(np.float32)
+    stats = LayerStats.empty(64, cross=True)
+    stats.add(torch.from_numpy(drifted), torch.from_numpy(exact))
+    weight = rng.standard_normal((16, 64)).astype(np.float32)
+
+    def output_error(strength):
+        rounded = gptq.run(weight, Spec(4, 32), stats, gptq.Options(propagate=strength))
+        moved = rounded.facts["moved"]
+        return np.linalg.norm(exact @ weight.T - drifted @ rounded.tensor.dequantize().T), moved
+
+    (none, still), (full, moved) = output_error(0.0), output_error(1.0)
+    assert still == 0
+    assert 0.1 < moved < 3
+    assert full < 0.5 * none
+
+
+def test_what_it_needs_follows_its_options():
+    assert gptq.needs(gptq.Options()) == {"hessian", "cross", "sequential"}
+    assert gptq.needs(gptq.Options(propagate=0.0, true_sequential=False)) == {"hessian"}
