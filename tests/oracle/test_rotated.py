@@ -8,6 +8,8 @@ import torch
 from llamacpp import LlamaCpp, require
 
 from compressor.checkpoint.reader import open_checkpoint
+from compressor.checkpoint.writer import RunDirectory
+from compressor.errors import CompressorError
 from compressor.models import open_model
 from compressor.pipeline import Job, export_artifact, quantize
 
@@ -113,6 +115,32 @@ def test_the_same_bytes_twice(tiny_model, tmp_path):
         run(tiny_model("llama"), RECIPE.replace("KIND", "orthogonal"), tmp_path / name)
         digests.append(json.loads((tmp_path / name / "out" / "compress_manifest.json").read_text())["sha256"])
     assert digests[0] == digests[1]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny_model, tmp_path, monkeypatch):
+    recipe, model, write = RECIPE.replace("KIND", "hadamard"), tiny_model("llama"), RunDirectory.write_shard
+
+    def stops_at_the_second(self, name, tensors, facts):
+        if name.startswith("model-00002"):
+            raise KeyboardInterrupt
+        write(self, name, tensors, facts)
+
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    run(model, recipe, tmp_path / "whole")
+    monkeypatch.setattr(RunDirectory, "write_shard", stops_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, recipe, tmp_path / "broken")
+    monkeypatch.undo()
+    assert len(list((tmp_path / "broken" / "out.partial").glob("*.safetensors"))) == 1
+    with pytest.raises(CompressorError, match=r"different: model .*recipe "):
+        run(model, recipe.replace("seed: 5", "seed: 6"), tmp_path / "broken")
+    run(model, recipe, tmp_path / "broken")
+    sums = [
+        json.loads((tmp_path / name / "out" / "compress_manifest.json").read_text())["sha256"]
+        for name in ("whole", "broken")
+    ]
+    assert sums[0] == sums[1]
 
 
 def test_a_gguf_source_can_be_rotated(tiny_model, tmp_path):
