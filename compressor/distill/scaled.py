@@ -44,16 +44,15 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         ctx.codes, ctx.zeros, ctx.shape = codes, zeros, scales.shape
-        grouped = codes.view(*scales.shape, -1)
-        if zeros is None:
-            return (grouped * scales[..., None]).view(codes.shape)
-        levels = grouped.float().sub_(zeros[..., None])
+        levels = codes.view(*scales.shape, -1).float()
+        if zeros is not None:
+            levels.sub_(zeros[..., None])
         return levels.mul_(scales[..., None]).view(codes.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grouped = gradients[0].reshape(*ctx.shape, -1)
-        found = (grouped * ctx.codes.view(*ctx.shape, -1)).sum(-1)
+        found = torch.linalg.vecdot(grouped, ctx.codes.view(*ctx.shape, -1).float())
         if ctx.zeros is not None:
             found -= grouped.sum(-1) * ctx.zeros
         return found, None, None
