@@ -118,10 +118,10 @@ class Spec:
         return (out_features, in_features // self.columns_per_scale(in_features))
 
     def tile(self, out_features: int, in_features: int) -> Tile:
-        """Rows and columns of a float format that share a scale."""
+        """Rows and columns that share a scale."""
         if self.block is not None:
             return Tile(*self.block)
-        return Tile(out_features if self.group_size == TENSOR else 1, in_features)
+        return Tile(out_features if self.group_size == TENSOR else 1, self.columns_per_scale(in_features))
 
     def label(self) -> str:
         """Short name for tables, e.g. ``int4 g128``, ``int8 channel asym``, ``fp8 128x128``, ``fp8 channel a8``."""

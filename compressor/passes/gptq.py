@@ -10,7 +10,6 @@ that wakes up later should meet the weight it was trained with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,15 +19,15 @@ from pydantic import Field
 
 from compressor.calibration.factor import LARGEST_DAMP, Factor, factor, finite
 from compressor.calibration.stats import LayerStats
+from compressor.core.grid import Grid, choose_grid
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
-from compressor.kernels import affine
-from compressor.kernels.gptq import quantize_columns
 from compressor.passes.base import PassOptions, Rounded
 
 NEEDS: frozenset[str] = frozenset({"hessian", "cross", "held_out", "sequential"})
 KIND = "round"
 SYMMETRIC_ONLY = False
+FLOATS = True
 
 _STRIP = 1024
 
@@ -57,27 +56,6 @@ def needs(options: Options) -> frozenset[str]:
     wanted |= {"cross"} if options.propagate else set()
     wanted |= {"sequential"} if options.true_sequential else set()
     return frozenset(wanted)
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """A weight on its grid: everything that is needed to round it one way or the other."""
-
-    weight: NDArray[np.float32]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.int8] | None
-    low: int
-    high: int
-    spec: Spec
-
-    def nearest(self) -> QTensor:
-        """Every weight to its nearest code."""
-        codes = affine.round_codes(self.weight, self.scales, self.zeros, self.low, self.high)
-        return self.tensor(codes)
-
-    def tensor(self, codes: NDArray[np.int8]) -> QTensor:
-        """Codes on this grid."""
-        return QTensor(codes, self.scales, self.zeros, self.spec)
 
 
 def run(
@@ -110,13 +88,13 @@ def run(
     if options.propagate and whole.cross is not None and found.upper is not None:
         target = _propagated(weight, whole, found, options.propagate)
     importance = _importance(hessian.diagonal(), found.living, options.damp)
-    rounding = _grid(target, spec, options, importance)
+    grid = _grid(target, spec, options, importance)
     if found.upper is None:
-        return _fallback(rounding, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
-    codes = _columns(rounding, found.upper, found.order, options.block_size)
+        return _fallback(grid, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
+    rounded = _columns(grid, found.upper, found.order, options.block_size)
     facts: dict[str, Any] = {"damp": found.damp, "dead_columns": int((~found.living).sum())}
     facts["moved"] = float(np.linalg.norm(target - weight) / max(float(np.linalg.norm(weight)), 1e-30))
-    return _better(rounding, rounding.tensor(codes), hessian, whole.tokens, facts)
+    return _better(grid, rounded, hessian, whole.tokens, facts)
 
 
 def _propagated(
@@ -148,46 +126,25 @@ def _importance(diagonal: torch.Tensor, living: torch.Tensor, damp: float) -> ND
 
 def _grid(
     weight: NDArray[np.float32], spec: Spec, options: Options, importance: NDArray[np.float32] | None
-) -> _Rounding:
-    """Scales and zeros for the weight, columns weighted by importance."""
-    low, high = affine.code_range(spec.bits, options.range if spec.symmetric else "full")
-    scales, zeros = affine.choose_scales(
-        weight,
-        spec.bits,
-        spec.group_size,
-        symmetric=spec.symmetric,
-        scale_dtype=spec.scale_dtype,
-        convention=options.range,
-        search=options.scales,
-        importance=importance,
-    )
-    return _Rounding(weight, scales, zeros, low, high, spec)
+) -> Grid:
+    return choose_grid(weight, spec, search=options.scales, convention=options.range, importance=importance)
 
 
-def _fallback(rounding: _Rounding, why: str) -> Rounded:
+def _fallback(grid: Grid, why: str) -> Rounded:
     facts = dict.fromkeys(("error", "error_rtn", "relative_error", "relative_error_rtn"))
     facts |= {"rounding": "rtn", "damp": None, "dead_columns": None, "moved": None}
-    return Rounded(rounding.nearest(), facts, (f"gptq: rounded to nearest, because {why}",))
+    return Rounded(grid.nearest(), facts, (f"gptq: rounded to nearest, because {why}",))
 
 
-def _columns(rounding: _Rounding, upper: torch.Tensor, order: torch.Tensor, block: int) -> NDArray[np.int8]:
-    """Codes in the original order of columns."""
-    columns = rounding.weight.shape[1]
-    width = rounding.spec.columns_per_scale(columns)
+def _columns(grid: Grid, upper: torch.Tensor, order: torch.Tensor, block: int) -> QTensor:
+    """Rounded with error feedback; integers on the device of the factor, FP8 always by the CPU's kernel."""
     permutation = order.cpu().numpy()
-    groups = (permutation // width).astype(np.int32)
-    weight = np.take(rounding.weight, permutation, axis=1)
-    limits = rounding.low, rounding.high
-    if upper.device.type == "cpu":
-        grid = rounding.scales, rounding.zeros
-        ordered, _ = quantize_columns(weight, upper.numpy(), *grid, groups, *limits, block)
-    else:
-        moved = [_to_device(a, upper.device) for a in (weight, rounding.scales, rounding.zeros, groups)]
-        on_device, _ = columns_torch(moved[0], upper, moved[1], moved[2], moved[3], *limits, block)
-        ordered = on_device.cpu().numpy()
-    codes = np.empty_like(ordered)
-    codes[:, permutation] = ordered
-    return codes
+    if upper.device.type == "cpu" or grid.spec.kind == "float":
+        return grid.by_columns(upper.cpu().numpy(), permutation, block)
+    arrays = np.take(grid.weight, permutation, axis=1), grid.scales, grid.zeros, grid.groups(permutation)
+    weight, scales, zeros, groups = (_to_device(array, upper.device) for array in arrays)
+    codes, _ = columns_torch(weight, upper, scales, zeros, groups, grid.low, grid.high, block)
+    return grid.in_place(codes.cpu().numpy(), permutation)
 
 
 def _to_device(array: NDArray[Any] | None, device: torch.device) -> Any:
@@ -227,12 +184,10 @@ def columns_torch(
     return codes, loss
 
 
-def _better(
-    rounding: _Rounding, rounded: QTensor, hessian: torch.Tensor, tokens: int, facts: dict[str, Any]
-) -> Rounded:
+def _better(grid: Grid, rounded: QTensor, hessian: torch.Tensor, tokens: int, facts: dict[str, Any]) -> Rounded:
     """GPTQ's codes, or round to nearest where those err no more; with the errors of both."""
-    nearest = rounding.nearest()
-    weight = rounding.weight
+    nearest = grid.nearest()
+    weight = grid.weight
     error, error_rtn = (_cost(weight - q.dequantize(), hessian) / tokens for q in (rounded, nearest))
     total = _cost(weight, hessian) / tokens
     kept, rounding_name = (rounded, "gptq") if error < error_rtn else (nearest, "rtn")

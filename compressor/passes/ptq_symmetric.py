@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from compressor.calibration.stats import LayerStats
+from compressor.core.grid import choose_grid
 from compressor.core.spec import Spec
-from compressor.core.tensors import QTensor
 from compressor.errors import CompressorError
-from compressor.kernels import affine, fp8
 from compressor.passes.base import PassOptions, Rounded
 
 NEEDS: frozenset[str] = frozenset({"hessian"})
@@ -66,22 +65,12 @@ def run(
             expected="a symmetric format",
             hint="use the pass gptq, or set symmetric: true",
         )
-    if spec.kind == "float":
-        return _round_floats(weight, spec, options)
-    low, high = affine.code_range(spec.bits, options.range)
-    scales, _ = affine.choose_scales(
-        weight,
-        spec.bits,
-        spec.group_size,
-        scale_dtype=spec.scale_dtype,
-        convention=options.range,
-        search=options.scales,
-        importance=_importance(stats, weight.shape[1]),
-    )
-    codes = affine.round_codes(weight, scales, None, low, high)
-    even = np.ones(weight.shape[1], dtype=np.float32)
-    error, _, _ = affine.moments(weight, even, scales, np.zeros_like(scales), low, high)
-    return Rounded(QTensor(codes, scales, None, spec), _facts(weight, error))
+    importance = _importance(stats, weight.shape[1])
+    grid = choose_grid(weight, spec, search=options.scales, convention=options.range, importance=importance)
+    total = float(np.einsum("ij,ij->", weight, weight, dtype=np.float64))
+    error = grid.weight_error()
+    facts = {"weight_error": error, "relative_weight_error": error / total if total else 0.0}
+    return Rounded(grid.nearest(), facts)
 
 
 def _importance(stats: LayerStats | None, columns: int) -> NDArray[np.float32] | None:
@@ -94,19 +83,3 @@ def _importance(stats: LayerStats | None, columns: int) -> NDArray[np.float32] |
         return None
     importance: NDArray[np.float32] = (diagonal / diagonal.mean() + _DAMP).astype(np.float32)
     return importance
-
-
-def _round_floats(weight: NDArray[np.float32], spec: Spec, options: Options) -> Rounded:
-    """Every weight to its nearest FP8 value."""
-    tile = spec.tile(*weight.shape)
-    scales = fp8.choose_scales(weight, tile, scale_dtype=spec.scale_dtype, search=options.scales)
-    codes = fp8.round_codes(weight, scales, tile)
-    error = fp8.moments(weight, np.ones(weight.shape[1], dtype=np.float32), scales, tile)[0]
-    return Rounded(QTensor(codes, scales, None, spec), _facts(weight, error))
-
-
-def _facts(weight: NDArray[np.float32], error: NDArray[np.float64]) -> dict[str, float]:
-    """``error`` holds the squared error of every group."""
-    total = float(np.einsum("ij,ij->", weight, weight, dtype=np.float64))
-    cost = float(error.sum())
-    return {"weight_error": cost, "relative_weight_error": cost / total if total else 0.0}

@@ -220,7 +220,7 @@ def test_the_accelerator_path_ends_in_the_same_tensor(monkeypatch):
         codes, loss = gptq.columns_torch(*moved, *rest)
         return codes.numpy(), loss.numpy()
 
-    monkeypatch.setattr(gptq, "quantize_columns", on_device)
+    monkeypatch.setattr("compressor.kernels.gptq.quantize_columns", on_device)
     tensor = gptq.run(weight, Spec(4, 16, symmetric=False), stats, OPTIONS).tensor
     assert (tensor.codes == expected.codes).mean() > 0.995
 

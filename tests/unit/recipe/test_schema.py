@@ -307,7 +307,7 @@ def test_the_default_pass_of_fp8_rounds_to_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "passes", "why"),
     [
-        ("fp8", ", passes: [gptq]", "gptq is for integer formats only"),
+        ("fp8", ", passes: [awq, gptq]", "awq is for integer formats only"),
         ("{preset: fp8, group_size: 64}", "", "fp8 takes group_size -1 (row) or 0 (tensor), or block, got 64"),
         ("{preset: fp8, symmetric: false}", "", "a float format has 8 bits and is symmetric"),
         ("{preset: fp8, bits: 4}", "", "a float format has 8 bits and is symmetric"),
