@@ -24,6 +24,7 @@ from compressor.core.report import Progress, Report, no_progress
 from compressor.errors import CompressorError, Problems
 from compressor.models import open_source
 from compressor.recipe.plan import RunShape, make_plan
+from compressor.recipe.presets import find_preset
 from compressor.recipe.schema import Recipe, load_recipe, unavailable
 from compressor.rounding.run import check_finite, round_blocks
 from compressor.rounding.tensor import Work, shard_name
@@ -37,13 +38,14 @@ EXPORTS = ("compressed-tensors", "gguf")
 
 @dataclass(frozen=True)
 class Job:
-    """What a user asks of ``compress quantize``."""
+    """What a user asks of ``compress quantize``; ``samples`` None leaves the number to the preset."""
 
     model: str
     recipe: str
     out: Path
     calibration: str = "default"
-    samples: int = 48
+    preset: str = "default"
+    samples: int | None = None
     sequence_length: int = 512
     seed: int = 0
     device: str = "cpu"
@@ -72,7 +74,8 @@ def prepare(job: Job) -> Prepared:
     Raises:
         CompressorError: anything the user can cause (several at once as Problems).
     """
-    recipe = load_recipe(job.recipe, job.substitutions)
+    recipe = load_recipe(job.recipe, job.substitutions, job.preset)
+    job = replace(job, samples=_samples(job))
     checkpoint = open_source(job.model)
     _check_place(job.out, checkpoint)
     family = find_family(checkpoint.config, job.model)
@@ -84,7 +87,7 @@ def prepare(job: Job) -> Prepared:
         family=family,
         tensors=checkpoint.tensors,
         recipe=recipe,
-        run=RunShape(job.samples, job.sequence_length),
+        run=RunShape(_samples(job), job.sequence_length),
     )
     return Prepared(job, checkpoint, family, recipe, plan)
 
@@ -102,23 +105,25 @@ def _check_place(out: Path, checkpoint: Checkpoint) -> None:
         )
 
 
-def plan_model(
-    model: str, recipe: str, substitutions: Mapping[str, str], samples: int, sequence_length: int
-) -> Plan:
+def _samples(job: Job) -> int:
+    """Calibration windows of a job."""
+    return find_preset(job.preset).samples if job.samples is None else job.samples
+
+
+def plan_model(job: Job) -> Plan:
     """The plan of a model on disk, or of a bare config.json (weights are then taken from the config).
 
     Raises:
         CompressorError: as ``prepare``.
     """
-    job = Job(model, recipe, Path(), samples=samples, sequence_length=sequence_length)
-    job = replace(job, substitutions=substitutions)
-    path = Path(model)
+    path = Path(job.model)
     has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.suffix != ".json"
     if has_weights:
         ready = prepare(job)
         return _with_limits(_with_notes(ready), ready.family.tied(ready.checkpoint.config))
     label, config = open_config(path)
-    family, written = _checked_family(config, label), load_recipe(recipe, substitutions)
+    written = load_recipe(job.recipe, job.substitutions, job.preset)
+    family = _checked_family(config, label)
     added = transforms.notes(written.transforms, config, family)
     plan = make_plan(
         label=label,
@@ -126,7 +131,7 @@ def plan_model(
         family=family,
         tensors=None,
         recipe=written,
-        run=RunShape(samples, sequence_length),
+        run=RunShape(_samples(job), job.sequence_length),
     )
     tied = family.tied(transforms.present(written.transforms, config, family, label))
     return _with_limits(replace(plan, notes=(*plan.notes, *added)), tied)
@@ -232,10 +237,11 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
 
     ready = prepare(job)
     check_runnable(ready)
+    job = ready.job
     tokens = load_tokens(
         job.calibration,
         load_tokenizer(ready.checkpoint),
-        samples=job.samples,
+        samples=_samples(job),
         sequence_length=job.sequence_length,
         seed=job.seed,
         vocab_size=int(ready.checkpoint.config["vocab_size"]),

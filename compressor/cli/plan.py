@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +23,10 @@ def plan(
     substitute: Annotated[
         list[str] | None, typer.Option(help="Plan NEW where the recipe says OLD (OLD=NEW); repeatable.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Calibration windows (for the memory figure).")] = 48,
+    preset: Annotated[str, typer.Option(help="fast, default or best, as for quantize.")] = "default",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Calibration windows (for the memory figure); else the preset's.")
+    ] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     tensors: Annotated[
         bool, typer.Option("--tensors/--summary", help="List every tensor, or one line per role, format and rule.")
@@ -39,9 +43,19 @@ def plan(
       compress plan ./Llama-3.2-1B --recipe my.yaml --tensors
       compress plan Llama-3-70B/config.json --recipe mixed_70b --substitute awq=gptq --json
     """
-    from compressor.pipeline import plan_model
+    from compressor.pipeline import Job, plan_model
 
-    found = plan_model(model, recipe, parse_substitutions(substitute or []), samples, sequence_length)
+    found = plan_model(
+        Job(
+            model,
+            recipe,
+            Path(),
+            preset=preset,
+            samples=samples,
+            sequence_length=sequence_length,
+            substitutions=parse_substitutions(substitute or []),
+        )
+    )
     show_plan(found, json_output=json_output, tensors=tensors)
 
 

@@ -27,9 +27,13 @@ def quantize(
             " OWNER/NAME on the hub; #FIELD names a column."
         ),
     ] = "default",
+    preset: Annotated[
+        str, typer.Option(help="How much work to spend: fast, default, or best (trains scales at the end).")
+    ] = "default",
     samples: Annotated[
-        int, typer.Option(min=1, help="Calibration windows; the bundled text fills 128 of 512 tokens.")
-    ] = 48,
+        int | None,
+        typer.Option(min=1, help="Calibration windows, else the preset's; the bundled text fills 128 of 512."),
+    ] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per calibration window.")] = 512,
     select: Annotated[
         str, typer.Option(help="all, or informative: the windows that stand best for POOL times as many.")
@@ -52,6 +56,7 @@ def quantize(
 
     \b
       compress quantize demo --recipe int4 --out out/demo-int4
+      compress quantize ./Llama-3.2-1B --recipe int4 --preset best --out out/best
       compress quantize ./Llama-3.2-1B --recipe mixed --out out/mixed --export gguf
       compress quantize ./Llama-3-70B --recipe mixed_70b --out out/70b --dry-run \\
           --substitute awq=gptq --substitute kv_cache=fp16
@@ -63,6 +68,7 @@ def quantize(
         recipe=recipe,
         out=out,
         calibration=calibration,
+        preset=preset,
         samples=samples,
         sequence_length=sequence_length,
         seed=seed,

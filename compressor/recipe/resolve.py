@@ -13,12 +13,12 @@ from compressor.errors import CompressorError
 from compressor.passes import base as passes
 from compressor.recipe.formats import DEFAULTS, FLOAT_DEFAULTS, KEEP, PRESETS, SCALE_DTYPES, to_spec
 from compressor.recipe.mistakes import Mistake, did_you_mean
+from compressor.recipe.presets import Preset
 from compressor.recipe.rules import Recipe, Rule
 from compressor.recipe.written import Format, RecipeModel, RuleModel, Section, ShortRecipeModel
 from compressor.recipe.yamlmarks import Loc, line_of
 from compressor.transforms import base as transforms
 
-DEFAULT_PASSES = {"int": ("gptq",), "float": ("ptq_symmetric",)}
 _SECTIONS = {
     "embedding_layer": "embedding",
     "attention_layers": "attention",
@@ -32,8 +32,8 @@ _Entry = tuple[str, Mapping[str, Any], Loc]
 class Resolver:
     """Turns a validated recipe into rules; what is wrong is collected in ``mistakes``."""
 
-    def __init__(self, path: Path, lines: dict[Loc, int], substitutions: Mapping[str, str]) -> None:
-        self.path, self.lines, self.substitutions = path, lines, substitutions
+    def __init__(self, path: Path, lines: dict[Loc, int], substitutions: Mapping[str, str], preset: Preset) -> None:
+        self.path, self.lines, self.substitutions, self.preset = path, lines, substitutions, preset
         self.mistakes: list[Mistake] = []
         self.missing: list[tuple[str, str]] = []
         self.notes: list[str] = []
@@ -145,7 +145,7 @@ class Resolver:
             return ()
         if written == []:
             self._problem(loc, "no pass rounds the weight", expected=", ".join(passes.available()))
-        default = DEFAULT_PASSES[spec.get("kind", "int")]
+        default = self.preset.passes[spec.get("kind", "int")]
         entries = self._entries("pass", default if written is None else written, loc)
         calls = [call for entry in self._substituted(entries) for call in self._call(*entry)]
         self._one_rounding(calls, spec, loc)
@@ -195,7 +195,8 @@ class Resolver:
             hint = did_you_mean(name, passes.available())
             self._problem(loc, f"unknown pass {name!r}", expected=", ".join(passes.available()), hint=hint)
             return []
-        return self._options(name, passes.load(name).Options, options, loc)
+        filled = {**self.preset.options.get(name, {}), **options}
+        return self._options(name, passes.load(name).Options, filled, loc)
 
     def _options(self, name: str, model: Any, options: Mapping[str, Any], loc: Loc) -> list[PassCall]:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from compressor.errors import CompressorError, Problems
 from compressor.recipe.mistakes import did_you_mean, validate
+from compressor.recipe.presets import find_preset
 from compressor.recipe.resolve import Resolver
 from compressor.recipe.rules import LATER, Recipe, Rule, unavailable
 from compressor.recipe.written import RecipeModel, ShortRecipeModel
@@ -44,17 +45,25 @@ def find_recipe(source: str) -> Path:
     )
 
 
-def load_recipe(source: str | Path, substitutions: Mapping[str, str] | None = None) -> Recipe:
-    """Read and check a recipe; ``substitutions`` replaces passes (``awq=gptq``, ``kv_cache=fp16``).
+def load_recipe(
+    source: str | Path, substitutions: Mapping[str, str] | None = None, preset: str = "default"
+) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        source: A file, or the name of a shipped recipe.
+        substitutions: Passes to replace (``awq=gptq``, ``kv_cache=fp16``).
+        preset: What fills in passes and options it leaves open (recipe.presets).
 
     Raises:
         CompressorError: anything wrong with it, all at once as Problems.
     """
+    effort = find_preset(preset)
     path = find_recipe(str(source))
     data, lines = load_yaml(path)
     short = isinstance(data, dict) and "quantization_config" in data
     model, mistakes = validate(ShortRecipeModel if short else RecipeModel, data, lines, path)
-    resolver = Resolver(path, lines, substitutions or {})
+    resolver = Resolver(path, lines, substitutions or {}, effort)
     recipe = resolver.recipe(model) if model is not None else None
     found = sorted([*mistakes, *resolver.mistakes], key=lambda mistake: mistake[0])
     problems = list({str(error): error for _, error in found}.values())

@@ -257,6 +257,19 @@ def test_awq_of_the_short_form_rounds_to_nearest():
     assert [call.name for call in recipe.rules[1].passes] == ["awq", "ptq_symmetric"]
 
 
+def test_a_preset_fills_in_what_the_recipe_leaves_open(tmp_path):
+    text = "rules:\n  - {match: ffn, format: int4, passes: [{gptq: {damp: 0.5, propagate: 0.25}}]}\n"
+    text += "  - {match: attention, format: int4}\n"
+    ffn, attention = load_recipe(write(tmp_path, text), preset="fast").rules
+    assert [call.options["propagate"] for call in (*ffn.passes, *attention.passes)] == [0.25, 0.0]
+    assert [call.options["true_sequential"] for call in (*ffn.passes, *attention.passes)] == [False, False]
+    assert ffn.passes[0].options["damp"] == 0.5
+    usual = load_recipe(write(tmp_path, text)).rules[1].passes[0].options
+    assert usual["propagate"] > 0
+    with pytest.raises(CompressorError, match="--preset fats: no such preset"):
+        load_recipe(write(tmp_path, text), preset="fats")
+
+
 EXTRAS = {
     "w8a8": {"activations": "int8"},
     "fp8": {"kind": "float"},
@@ -299,9 +312,9 @@ def test_float_formats_spelled_out(tmp_path, spec, expected):
     assert to_spec(rule.format, "BF16").bits == expected["bits"]
 
 
-def test_the_default_pass_of_fp8_rounds_to_nearest(tmp_path):
+def test_the_default_pass_of_fp8(tmp_path):
     (rule,) = load_recipe(one_rule(tmp_path, "fp8")).rules
-    assert [call.name for call in rule.passes] == ["ptq_symmetric"]
+    assert [call.name for call in rule.passes] == ["gptq"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """``transforms`` in a recipe: read strictly, part of what bytes depend on, planned with their sizes."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -66,8 +67,8 @@ def test_a_plan_has_the_untied_head(tiny_model, tmp_path, bare):
     model = tiny_model("llama", tie_word_embeddings=True)
     source = str(model / "config.json") if bare else str(model)
     recipe = write(tmp_path, "transforms: [rotate]")
-    plan = plan_model(source, recipe, {}, 4, 64)
-    plain = plan_model(source, write(tmp_path, ""), {}, 4, 64)
+    plan = plan_model(Job(str(source), str(recipe), Path(), samples=4, sequence_length=64))
+    plain = plan_model(Job(str(source), str(write(tmp_path, "")), Path(), samples=4, sequence_length=64))
     assert plan.nbytes == plain.nbytes + 2 * 256 * 64
     assert [t.shape for t in plan.tensors if t.role == "lm_head"] == [(256, 64)]
     assert not [t for t in plain.tensors if t.role == "lm_head"]
@@ -93,7 +94,7 @@ def test_a_model_it_does_not_fit_is_told_before_any_work(tiny_model, tmp_path):
     bare.write_text(json.dumps(json.loads((model / "config.json").read_text())))
     for source in (model, bare):
         with pytest.raises(CompressorError, match="no Hadamard matrix for head_dim 14"):
-            plan_model(str(source), recipe, {}, 4, 64)
+            plan_model(Job(str(source), str(recipe), Path(), samples=4, sequence_length=64))
 
 
 def test_the_model_of_a_run_key_is_the_rotated_one(tiny_model, tmp_path):
