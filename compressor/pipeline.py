@@ -20,6 +20,7 @@ from compressor.checkpoint.files import file_sha256
 from compressor.checkpoint.reader import check_against_family, expected_tensors, open_config
 from compressor.checkpoint.writer import RunDirectory, check_free_space, check_side_names
 from compressor.core.plan import Plan, PlannedTensor
+from compressor.core.profile import Profile
 from compressor.core.report import Progress, Report, no_progress
 from compressor.errors import CompressorError, Problems
 from compressor.models import open_source
@@ -225,10 +226,11 @@ def _gguf_floats(plan: Plan) -> list[CompressorError]:
     ]
 
 
-def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Report]:
+def quantize(job: Job, progress: Progress = no_progress, profile: Profile | None = None) -> tuple[Prepared, Report]:
     """Run a job: returns the plan it followed and the report; the artifact is in ``job.out``.
 
     Finished blocks survive a crash: the same call goes on where it stopped and ends in the same bytes.
+    ``profile``, where given, learns how long each stage took.
 
     Raises:
         CompressorError: anything the user can cause.
@@ -237,7 +239,7 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
 
     ready = prepare(job)
     check_runnable(ready)
-    job = ready.job
+    job, timed = ready.job, profile or Profile()
     tokens = load_tokens(
         job.calibration,
         load_tokenizer(ready.checkpoint),
@@ -255,12 +257,14 @@ def quantize(job: Job, progress: Progress = no_progress) -> tuple[Prepared, Repo
         if run.already_done:
             return ready, _stored_report(job.out, report)
         check_free_space(job.out, ready.plan.disk_bytes)
-        check_finite(transforms.untransformed(ready.checkpoint), progress)
-        transforms.verify(ready.checkpoint, ready.family, tokens.batches, job.device)
-        work = Work(ready.checkpoint, ready.family, ready.plan, job.device, job.strict)
+        with timed.stage("checking weights"):
+            check_finite(transforms.untransformed(ready.checkpoint), progress)
+            transforms.verify(ready.checkpoint, ready.family, tokens.batches, job.device)
+        work = Work(ready.checkpoint, ready.family, ready.plan, job.device, job.strict, timed)
         round_blocks(work, run, tokens, progress)
-        _gather_facts(ready, run, report)
-        _finish(ready, run, report)
+        with timed.stage("finishing files"):
+            _gather_facts(ready, run, report)
+            _finish(ready, run, report)
     return ready, report
 
 

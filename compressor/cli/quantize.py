@@ -48,6 +48,7 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Every fallback is an error.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished run of this OUT.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time went, by stage.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Quantize MODEL by a recipe into OUT, block by block; run again, it resumes where it stopped.
@@ -83,7 +84,7 @@ def quantize(
     if dry_run:
         _dry_run(job, json_output)
         return
-    run_job(job, json_output)
+    run_job(job, json_output, profile=profile)
 
 
 def _dry_run(job: Job, json_output: bool) -> None:
@@ -96,15 +97,16 @@ def _dry_run(job: Job, json_output: bool) -> None:
     show_plan(ready.plan, json_output=json_output)
 
 
-def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
+def run_job(job: Job, json_output: bool, quiet: bool = False, profile: bool = False) -> dict[str, Any]:
     """Run a job and its exports with progress, print the summary, return it."""
+    from compressor.core.profile import Profile
     from compressor.pipeline import export_artifact, export_path
     from compressor.pipeline import quantize as run
 
-    started = time.monotonic()
+    started, timed = time.monotonic(), Profile()
     with progress_bar() as progress:
         try:
-            ready, report = run(job, progress)
+            ready, report = run(job, progress, timed)
         except KeyboardInterrupt:
             say("interrupted: finished blocks are kept, the same command goes on from there")
             raise
@@ -115,10 +117,14 @@ def run_job(job: Job, json_output: bool, quiet: bool = False) -> dict[str, Any]:
             report.events += export_report.events
             exported[name] = {"path": str(target), **facts}
     summary = _summary(job, ready, report, exported, time.monotonic() - started)
+    if profile:
+        summary["profile"] = timed.shares(time.monotonic() - started, time.process_time())
     if json_output:
         print_json(summary)
     else:
         print_events(report)
+        if profile:
+            _print_profile(summary["profile"])
         if not quiet:
             _print_summary(summary)
     return summary
@@ -144,6 +150,11 @@ def peak_rss_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _print_profile(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print(f"{row['share']:7.1%}  {row['wall_s']:8.1f} s  {row['cpu_s']:8.1f} CPU s  {row['stage']}")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

@@ -41,7 +41,9 @@ class BlockRounding:
         self.planned = [tensor for tensor in work.plan.tensors if tensor.layer == layer]
         self.by_name = {t.module.removeprefix(self.prefix): t for t in self.planned if t.name.endswith(".weight")}
         self.wanted = {name: needs(tensor) for name, tensor in self.by_name.items() if needs(tensor)}
-        self.block = walk.block(layer)
+        self.timed = work.profile.stage
+        with self.timed("reading weights"):
+            self.block = walk.block(layer)
         self.tensors: dict[str, RawTensor] = {}
         self.facts: dict[str, Any] = {}
 
@@ -51,10 +53,12 @@ class BlockRounding:
         self._advance_exact_alone()
         for stage in self._stages():
             self._round_stage(stage, stats)
-        self.walk.forward(self.block, self.layer, self.streams.rounded)
-        self._keep_the_rest()
-        self.walk.release(self.block)
-        run.write_shard(shard_name(self.layer, self.work.plan.layers), self.tensors, self.facts)
+        with self.timed("forward"):
+            self.walk.forward(self.block, self.layer, self.streams.rounded)
+        with self.timed("writing"):
+            self._keep_the_rest()
+            self.walk.release(self.block)
+            run.write_shard(shard_name(self.layer, self.work.plan.layers), self.tensors, self.facts)
 
     def _any(self, need: str) -> bool:
         return any(need in wanted for wanted in self.wanted.values())
@@ -73,7 +77,13 @@ class BlockRounding:
         self.folds = Folds()
         if not scaled:
             return {}
-        stats = self.walk.collect(self.block, self.layer, self.streams.rounded, scaled)
+        with self.timed("statistics"):
+            stats = self.walk.collect(self.block, self.layer, self.streams.rounded, scaled)
+        with self.timed("rescaling"):
+            return self._rescale(stats)
+
+    def _rescale(self, stats: dict[str, LayerStats]) -> dict[str, LayerStats]:
+        """Fold, and prove that the block computes what it computed."""
         probe = self.streams.rounded[:1]
         before = self.walk.output(self.block, self.layer, probe[0])
         dims = self.work.family.dims(self.work.checkpoint.config)
@@ -108,18 +118,20 @@ class BlockRounding:
     def _advance_exact_alone(self) -> None:
         """Where no stage of this block compares with the float model, its stream still has to pass."""
         if self.streams.exact is not None and not self._any("cross"):
-            self.walk.forward(self.block, self.layer, self.streams.exact)
+            with self.timed("forward"):
+                self.walk.forward(self.block, self.layer, self.streams.exact)
 
     def _round_stage(self, stage: Sequence[str], stats: dict[str, LayerStats]) -> None:
         wanted = [name for name in stage if name in self.wanted and name not in stats]
         found = {**stats, **self._collect(wanted, stage)} if wanted else stats
         for name in stage:
             tensor = self.by_name[name]
-            weight = self.block.get_submodule(name).weight.detach().cpu().numpy()  # type: ignore[operator]
-            encoded, rounded, facts = round_tensor(self.work, tensor, weight, found.get(name))
+            with self.timed("rounding"):
+                weight = self.block.get_submodule(name).weight.detach().cpu().numpy()  # type: ignore[operator]
+                encoded, rounded, facts = round_tensor(self.work, tensor, weight, found.get(name))
+                self._use(name, rounded.dequantize())
             self.tensors.update(encoded)
             self.facts[tensor.name] = facts | self._fold_facts(name)
-            self._use(name, rounded.dequantize())
 
     def _collect(self, wanted: list[str], stage: Sequence[str]) -> dict[str, LayerStats]:
         """Statistics of a stage; the float model's stream passes the block with the last one that wants them."""
@@ -127,9 +139,10 @@ class BlockRounding:
         if self.streams.exact is not None and self._any("cross"):
             exact = FloatModel(self._float_block(), self.streams.exact, advance=self._is_last(stage))
         held_out = len(self.streams.rounded) // HELD_OUT if self._any("held_out") else 0
-        return self.walk.collect(
-            self.block, self.layer, self.streams.rounded, wanted, exact=exact, held_out=held_out
-        )
+        with self.timed("statistics"):
+            return self.walk.collect(
+                self.block, self.layer, self.streams.rounded, wanted, exact=exact, held_out=held_out
+            )
 
     def _float_block(self) -> nn.Module:
         """The block before anything was rounded: a copy once rounding is under way."""

@@ -52,12 +52,15 @@ def round_blocks(work: Work, run: RunDirectory, tokens: TokenSet, progress: Prog
         progress("quantizing blocks", layer, layers)
         if walk is not None and layer < walked:
             BlockRounding(work, walk, layer, streams).write(run)
-            run.save_stream(layer + 1, streams.arrays())
+            with work.profile.stage("writing"):
+                run.save_stream(layer + 1, streams.arrays())
         elif not run.has_shard(shard_name(layer, layers)):
             planned = [tensor for tensor in work.plan.tensors if tensor.layer == layer]
-            run.write_shard(shard_name(layer, layers), *_round_all(work, planned))
+            with work.profile.stage("rounding and writing"):
+                run.write_shard(shard_name(layer, layers), *_round_all(work, planned))
     progress("quantizing blocks", layers, layers)
-    _write_rest(work, run, walk, streams)
+    with work.profile.stage("embedding, head and norms"):
+        _write_rest(work, run, walk, streams)
 
 
 def _first_streams(plan: Plan, walk: Walk, tokens: TokenSet) -> Streams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from compressor.arch.base import Family
 from compressor.checkpoint.base import Checkpoint
 from compressor.core.plan import Plan, PlannedTensor
+from compressor.core.profile import Profile
 from compressor.core.tensors import QTensor, RawTensor
 from compressor.errors import CompressorError
 
@@ -27,6 +28,7 @@ class Work:
     plan: Plan
     device: str
     strict: bool
+    profile: Profile = field(default_factory=Profile)
 
 
 def needs(tensor: PlannedTensor) -> frozenset[str]:
