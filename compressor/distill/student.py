@@ -33,6 +33,7 @@ class Student(Walk):
 
     def __init__(self, artifact: ArtifactCheckpoint, family: Family, device: str = "cpu") -> None:
         super().__init__(artifact, family, device)
+        threads = torch.get_num_threads()  # decoding codes lets numba set its own number for torch as well
         self.model.requires_grad_(False)
         self.trained: dict[str, Trained] = {}
         self._of_block: list[dict[str, Trained]] = [{} for _ in range(self.layers)]
@@ -40,6 +41,7 @@ class Student(Walk):
             self._take_block(layer)
         self.head = self._scaled(family.head) if family.head in artifact.specs else None
         self._final = self._add(f"{family.final_norm}.weight")
+        torch.set_num_threads(threads)
 
     def _take_block(self, layer: int) -> None:
         """Replace the quantized linears of a block and note what it trains, by name inside the block."""

@@ -77,6 +77,17 @@ def test_streamed_gradients_are_the_whole_models(family, head, tiny_model, tmp_p
         torch.testing.assert_close(trained.log_factor.grad, expected[name], rtol=0, atol=float(scale) * 2e-3)
 
 
+def test_decoding_codes_leaves_torch_its_threads(artifact):
+    source, before = open_model(str(artifact)), torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            Student(source, find_family(source.config, "test"))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_before_training_the_student_is_the_artifact(artifact, reference, tokens):
     trainer, taught = a_trainer(artifact, reference, tokens, windows=4)
     walk = Walk(trainer.student.checkpoint, trainer.student.family)
