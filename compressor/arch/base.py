@@ -95,6 +95,8 @@ class Family:
         writers: Linears of a block whose output is added to the residual stream.
         norm_kind: ``rms`` (x / rms(x) * w, so a rotation passes through once w is folded away), or
             ``other``: not folded, such a family cannot be rotated.
+        residuals: How a block changes the stream h, if it does so in steps: (norm, module) means
+            h = h + module(norm(h)), one step after the other. Empty: the block runs only as a whole.
         blocks, embedding, final_norm, head: Module paths.
         gguf_arch: ``general.architecture`` in a GGUF, or None while GGUF is not supported.
     """
@@ -107,6 +109,7 @@ class Family:
     pairs: tuple[Pair, ...] = ()
     writers: tuple[str, ...] = ()
     norm_kind: Literal["rms", "other"] = "other"
+    residuals: tuple[tuple[str, str], ...] = ()
     blocks: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"

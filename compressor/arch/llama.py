@@ -37,5 +37,6 @@ FAMILY = Family(
     pairs=PAIRS,
     writers=("self_attn.o_proj", "mlp.down_proj"),
     norm_kind="rms",
+    residuals=(("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")),
     gguf_arch="llama",
 )

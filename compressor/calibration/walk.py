@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,7 +37,7 @@ class FloatModel:
     Attributes:
         block: The block with its float weights.
         streams: Its hidden states per batch, float32 [b, L, hidden].
-        advance: Whether ``collect`` replaces them by the block's output.
+        advance: Whether ``collect`` replaces them by the output of the block, or of the step.
     """
 
     block: nn.Module
@@ -128,10 +129,13 @@ class Walk:
         _trim()
 
     @torch.inference_mode()
-    def forward(self, block: nn.Module, layer: int, streams: list[torch.Tensor]) -> None:
-        """Replace each hidden state float32 [b, L, hidden] in the list by the block's output for it."""
+    def forward(self, block: nn.Module, layer: int, streams: list[torch.Tensor], step: int | None = None) -> None:
+        """Replace each hidden state float32 [b, L, hidden] in the list by the block's output for it.
+
+        With ``step``, by what that one of ``Family.residuals`` makes of it.
+        """
         for index, hidden in enumerate(streams):
-            streams[index] = self._call(block, layer, hidden)
+            streams[index] = self._call(block, layer, hidden, step)
 
     @torch.inference_mode()
     def output(self, block: nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,17 +150,18 @@ class Walk:
         streams: list[torch.Tensor],
         wanted: Collection[str] | None = None,
         *,
+        step: int | None = None,
         exact: FloatModel | None = None,
         held_out: int = 0,
     ) -> dict[str, LayerStats]:
         """Input statistics of linears of a block, by name inside it (``self_attn.q_proj``).
 
-        Linears that read the same tensor (``Family.inputs``) share one LayerStats object. The block runs
-        only as far as the last of them; the streams are not advanced. Batches carry no padding, so every
-        position counts.
+        Linears that read the same tensor (``Family.inputs``) share one LayerStats object. The block (or its
+        step) runs only as far as the last of them; the streams are not advanced. Batches carry no padding,
+        so every position counts.
 
         Args:
-            block, layer, streams: What ``forward`` takes.
+            block, layer, streams, step: What ``forward`` takes.
             wanted: The linears named, or None for all.
             exact: The float model at the same place: ``cross`` is then kept too.
             held_out: How many batches, from the first, go into ``held_out`` instead.
@@ -165,8 +170,8 @@ class Walk:
         firsts = [group[0] for group in groups]
         sums = {name: self._empty(block, name, exact is not None, held_out > 0) for name in firsts}
         for index, hidden in enumerate(streams):
-            floats = self._exact_inputs(exact, layer, index, firsts) if exact else {}
-            inputs, _ = self._inputs(block, layer, hidden, firsts)
+            floats = self._exact_inputs(exact, layer, step, index, firsts) if exact else {}
+            inputs, _ = self._inputs(block, layer, step, hidden, firsts)
             for name, stats in sums.items():
                 chosen = stats.held_out if stats.held_out is not None and index < held_out else stats
                 chosen.add(inputs[name], floats.get(name))
@@ -179,18 +184,26 @@ class Walk:
             stats.held_out = LayerStats.empty(width, self.device, cross=cross)
         return stats
 
-    def _exact_inputs(self, exact: FloatModel, layer: int, index: int, names: list[str]) -> dict[str, torch.Tensor]:
+    def _exact_inputs(
+        self, exact: FloatModel, layer: int, step: int | None, index: int, names: list[str]
+    ) -> dict[str, torch.Tensor]:
         """The float model's inputs of these linears for one batch; advances its stream where asked."""
         hidden = exact.streams[index]
-        inputs, output = self._inputs(exact.block, layer, hidden, names, to_the_end=exact.advance)
+        inputs, output = self._inputs(exact.block, layer, step, hidden, names, to_the_end=exact.advance)
         if output is not None:
             exact.streams[index] = output
         return inputs
 
     def _inputs(
-        self, block: nn.Module, layer: int, hidden: torch.Tensor, names: list[str], to_the_end: bool = False
+        self,
+        block: nn.Module,
+        layer: int,
+        step: int | None,
+        hidden: torch.Tensor,
+        names: list[str],
+        to_the_end: bool = False,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """What each linear reads, float32 [b, L, in], and the block's output where it runs to the end."""
+        """What each linear reads, float32 [b, L, in], and the output where block or step runs to the end."""
         inputs: dict[str, torch.Tensor] = {}
         hooks = [
             block.get_submodule(name).register_forward_pre_hook(
@@ -199,7 +212,7 @@ class Walk:
             for name in names
         ]
         try:
-            return inputs, self._call(block, layer, hidden)
+            return inputs, self._call(block, layer, hidden, step)
         except _FarEnough:
             return inputs, None
         finally:
@@ -235,9 +248,21 @@ class Walk:
             norm.load_state_dict({"weight": _owned(weight, self.device)}, assign=True)
         return norm
 
-    def _call(self, block: nn.Module, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _call(self, block: nn.Module, layer: int, hidden: torch.Tensor, step: int | None = None) -> torch.Tensor:
+        if step is not None:
+            return self._step(block, layer, hidden, step)
         output = block(hidden, **self._block_kwargs(hidden)[layer])
         return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
+
+    def _step(self, block: nn.Module, layer: int, hidden: torch.Tensor, step: int) -> torch.Tensor:
+        """One residual step: h + module(norm(h))."""
+        norm, name = self.family.residuals[step]
+        module = block.get_submodule(name)
+        kwargs = self._block_kwargs(hidden)[layer]
+        accepted = _accepted(module)
+        given = kwargs if accepted is None else {key: value for key, value in kwargs.items() if key in accepted}
+        output = module(block.get_submodule(norm)(hidden), **given)
+        return hidden + cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
 
     def _block_kwargs(self, hidden: torch.Tensor) -> list[dict[str, Any]]:
         """What the model passes to each block for hidden states of this shape (masks, rotary tables)."""
@@ -256,6 +281,14 @@ class Walk:
                     setattr(self._inner, name, module)
             self._kwargs[shape] = [recorder.kwargs for recorder in recorders]  # type: ignore[misc]
         return self._kwargs[shape]
+
+
+def _accepted(module: nn.Module) -> frozenset[str] | None:
+    """Keyword arguments a module's forward takes; None for any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
 
 
 def _keeper(inputs: dict[str, torch.Tensor], name: str, stop: bool) -> Any:

@@ -21,8 +21,8 @@ A rescaling pass (KIND "rescale") also exports::
 device name. Passes return codes or scales; they never run the model and open no files.
 
 Needs: ``hessian`` (second moments of the inputs), ``cross`` (how the inputs differ from the float model's:
-a second forward pass), ``held_out`` (the same of tokens kept apart), ``sequential`` (statistics of a linear
-are taken once the linears before it in the block are rounded).
+a second forward pass), ``held_out`` (the same of tokens kept apart). A linear's statistics are taken once
+the linears before it in the block are rounded.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
 from compressor.passes.base import PassOptions, Rounded
 
-NEEDS: frozenset[str] = frozenset({"hessian", "cross", "held_out", "sequential"})
+NEEDS: frozenset[str] = frozenset({"hessian", "cross"})
 KIND = "round"
 SYMMETRIC_ONLY = False
 FLOATS = True
@@ -46,16 +46,12 @@ class Options(PassOptions):
     propagate: float = Field(
         0.5, ge=0, le=1, description="share of the earlier linears' error that this one makes up for"
     )
-    true_sequential: bool = Field(True, description="statistics behind the linears already rounded in the block")
     block_size: int = Field(128, ge=1, description="columns between two matrix products; speed only")
 
 
 def needs(options: Options) -> frozenset[str]:
     """The statistics wanted with these options."""
-    wanted = {"hessian"}
-    wanted |= {"cross"} if options.propagate else set()
-    wanted |= {"sequential"} if options.true_sequential else set()
-    return frozenset(wanted)
+    return frozenset({"hessian", "cross"}) if options.propagate else frozenset({"hessian"})
 
 
 def run(

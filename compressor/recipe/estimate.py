@@ -56,8 +56,8 @@ def peak_parts(
     - the largest tensor outside the blocks (embedding or head) as stored, while it is read and written;
     - the largest block in float32, and its bytes as stored; twice where passes compare with the float model
       while the block is being rounded;
-    - one Hessian (float32 [in, in]) per distinct input of a block, where a pass wants Hessians (only the
-      largest where passes are sequential), and as much again for the comparison with the float model;
+    - one Hessian (float32 [in, in]) per distinct input of a block, where a pass wants Hessians, of which one is
+      at work at a time, and as much again for the comparison with the float model;
     - what rounding the largest tensor takes: its float32 copies (weight, permuted, errors, rounded), and
       with a Hessian three matrices of its size (damped, factor, inverse);
     - the hidden states of all calibration tokens, and the activations of one batch.
@@ -70,7 +70,7 @@ def peak_parts(
     for t in planned:
         if t.layer is not None:
             blocks[t.layer] += 4 * t.elements + t.source_nbytes
-    copies = 2 if {"cross", "sequential"} <= inside else 1
+    copies = _streams(inside)
     batch = max(BATCH_TOKENS, run.sequence_length)
     return {
         "interpreter and libraries": BASELINE_BYTES,
@@ -84,13 +84,13 @@ def peak_parts(
 
 
 def _hessian_bytes(family: Family, dims: Mapping[str, int], wanted: frozenset[str]) -> int:
-    """Of the block's inputs, all at once, or one after the other where passes are sequential."""
+    """Of the largest of the block's inputs (one is at work at a time), and its comparison with the float model."""
     if "hessian" not in wanted:
         return 0
     width = {linear.name: dims[linear.in_] for linear in family.linears}
     sizes = [4 * width[group[0]] ** 2 for group in family.inputs]
     each = 1 + ("cross" in wanted)
-    return each * (max(sizes) if "sequential" in wanted else sum(sizes))
+    return each * max(sizes)
 
 
 def _streams(wanted: frozenset[str]) -> int:

@@ -28,7 +28,7 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "fast": Preset(samples=32, options={"gptq": {"propagate": 0.0, "true_sequential": False}}),
+    "fast": Preset(samples=32, options={"gptq": {"propagate": 0.0}}),
     "default": Preset(),
     "best": Preset(samples=128, finish=("distill_scales",)),
 }

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from compressor.calibration.walk import FloatModel
 from compressor.core.tensors import RawTensor
@@ -31,8 +30,9 @@ HELD_OUT = 4
 class BlockRounding:
     """Rounds block ``layer`` and moves the streams behind it.
 
-    With ``sequential`` passes a stage is one input of the block (q, k and v; o; gate and up; down), and
-    each stage sees the stages before it rounded; otherwise the whole block is one stage.
+    A block runs in steps where its family names them (attention, then feed-forward), else as a whole. In a
+    step, linears that read the same input are one stage (q, k and v; o; gate and up; down), and each stage
+    takes its statistics behind the rounded ones before it.
     """
 
     def __init__(self, work: Work, walk: Walk, layer: int, streams: Streams) -> None:
@@ -44,17 +44,17 @@ class BlockRounding:
         self.timed = work.profile.stage
         with self.timed("reading weights"):
             self.block = walk.block(layer)
+        self.float_block = self.block
         self.tensors: dict[str, RawTensor] = {}
         self.facts: dict[str, Any] = {}
 
     def write(self, run: RunDirectory) -> None:
         """Round everything, let the streams pass the rounded block, and write the shard."""
         stats = self._fold()
-        self._advance_exact_alone()
-        for stage in self._stages():
-            self._round_stage(stage, stats)
-        with self.timed("forward"):
-            self.walk.forward(self.block, self.layer, self.streams.rounded)
+        if self.streams.exact is not None:
+            self.float_block = copy.deepcopy(self.block)
+        for step in range(len(self.work.family.residuals)) or (None,):
+            self._round_step(step, stats)
         with self.timed("writing"):
             self._keep_the_rest()
             self.walk.release(self.block)
@@ -63,16 +63,28 @@ class BlockRounding:
     def _any(self, need: str) -> bool:
         return any(need in wanted for wanted in self.wanted.values())
 
-    def _stages(self) -> list[list[str]]:
-        """Local names of the quantized linears, stage by stage."""
-        quantized = {name for name, tensor in self.by_name.items() if tensor.spec is not None}
+    def _round_step(self, step: int | None, stats: dict[str, LayerStats]) -> None:
+        """Every stage of a step, then the streams pass it."""
+        stages = self._stages(step)
+        comparing = [stage for stage in stages if any("cross" in self.wanted.get(name, ()) for name in stage)]
+        for stage in stages:
+            self._round_stage(step, stage, stats, advance=bool(comparing) and stage is comparing[-1])
+        with self.timed("forward"):
+            if self.streams.exact is not None and not comparing:
+                self.walk.forward(self.float_block, self.layer, self.streams.exact, step)
+            self.walk.forward(self.block, self.layer, self.streams.rounded, step)
+
+    def _stages(self, step: int | None) -> list[list[str]]:
+        """Local names of the quantized linears of a step, stage by stage."""
+        inside = "" if step is None else self.work.family.residuals[step][1] + "."
+        quantized = {
+            name for name, tensor in self.by_name.items() if tensor.spec is not None and name.startswith(inside)
+        }
         groups = [[name for name in group if name in quantized] for group in self.work.family.inputs]
-        groups.append(sorted(quantized - {name for group in groups for name in group}))
-        groups = [group for group in groups if group]
-        return groups if self._any("sequential") else [[name for group in groups for name in group]]
+        return [group for group in groups if group]
 
     def _fold(self) -> dict[str, LayerStats]:
-        """Run the rescaling passes; returns statistics that still hold afterwards (none when sequential)."""
+        """Run the rescaling passes; returns statistics where rounding asks for no others."""
         scaled = [name for name, tensor in self.by_name.items() if rescaling(tensor)]
         self.folds = Folds()
         if not scaled:
@@ -101,8 +113,11 @@ class BlockRounding:
         if not drift <= TOLERANCE:
             self._take_back(drift)
             return {}
-        reuse = not self._any("sequential") and not self._any("cross") and not self._any("held_out")
-        return self.folds.stats if reuse else {}
+        return {
+            name: found
+            for name, found in self.folds.stats.items()
+            if self.wanted.get(name, frozenset()) == frozenset({"hessian"})
+        }
 
     def _take_back(self, drift: float) -> None:
         """A fold moved the output: start from the stored block again, without folds."""
@@ -115,15 +130,11 @@ class BlockRounding:
         self.block = self.walk.block(self.layer)
         self.folds = Folds(notes=[sentence])
 
-    def _advance_exact_alone(self) -> None:
-        """Where no stage of this block compares with the float model, its stream still has to pass."""
-        if self.streams.exact is not None and not self._any("cross"):
-            with self.timed("forward"):
-                self.walk.forward(self.block, self.layer, self.streams.exact)
-
-    def _round_stage(self, stage: Sequence[str], stats: dict[str, LayerStats]) -> None:
+    def _round_stage(
+        self, step: int | None, stage: Sequence[str], stats: dict[str, LayerStats], *, advance: bool
+    ) -> None:
         wanted = [name for name in stage if name in self.wanted and name not in stats]
-        found = {**stats, **self._collect(wanted, stage)} if wanted else stats
+        found = {**stats, **self._collect(step, wanted, advance)} if wanted else stats
         for name in stage:
             tensor = self.by_name[name]
             with self.timed("rounding"):
@@ -133,29 +144,22 @@ class BlockRounding:
             self.tensors.update(encoded)
             self.facts[tensor.name] = facts | self._fold_facts(name)
 
-    def _collect(self, wanted: list[str], stage: Sequence[str]) -> dict[str, LayerStats]:
-        """Statistics of a stage; the float model's stream passes the block with the last one that wants them."""
+    def _collect(self, step: int | None, wanted: list[str], advance: bool) -> dict[str, LayerStats]:
+        """Statistics of a stage; with the last stage that compares, the float model's stream passes the step."""
         exact = None
-        if self.streams.exact is not None and self._any("cross"):
-            exact = FloatModel(self._float_block(), self.streams.exact, advance=self._is_last(stage))
+        if self.streams.exact is not None and any("cross" in self.wanted[name] for name in wanted):
+            exact = FloatModel(self.float_block, self.streams.exact, advance)
         held_out = len(self.streams.rounded) // HELD_OUT if self._any("held_out") else 0
         with self.timed("statistics"):
             return self.walk.collect(
-                self.block, self.layer, self.streams.rounded, wanted, exact=exact, held_out=held_out
+                self.block,
+                self.layer,
+                self.streams.rounded,
+                wanted,
+                step=step,
+                exact=exact,
+                held_out=held_out,
             )
-
-    def _float_block(self) -> nn.Module:
-        """The block before anything was rounded: a copy once rounding is under way."""
-        if not self._any("sequential"):
-            return self.block
-        if not hasattr(self, "_copy"):
-            self._copy = copy.deepcopy(self.block)
-        return self._copy
-
-    def _is_last(self, stage: Sequence[str]) -> bool:
-        later = self._stages()
-        later = later[later.index(list(stage)) + 1 :]
-        return not any(name in self.wanted for group in later for name in group)
 
     def _use(self, name: str, rounded: NDArray[np.float32]) -> None:
         """The block goes on with the rounded weight."""

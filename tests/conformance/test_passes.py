@@ -14,7 +14,7 @@ from compressor.passes import base
 ALL = base.available()
 PASSES = [name for name in ALL if base.load(name).KIND == "round"]
 RESCALING = [name for name in ALL if base.load(name).KIND == "rescale"]
-NEEDS = {"hessian", "cross", "held_out", "sequential"}
+NEEDS = {"hessian", "cross", "held_out"}
 SPECS = [
     Spec(4, 32),
     Spec(8, -1, scale_dtype="F16"),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from compressor.arch import families
-from compressor.calibration.walk import Walk
+from compressor.calibration.walk import FloatModel, Walk
 from compressor.checkpoint.base import Checkpoint, TensorInfo
 from compressor.core.tensors import RawTensor
 
@@ -137,3 +137,56 @@ def test_an_empty_token_set_and_wrong_ids_are_refused():
     walk = Walk(InMemory(build(family)), family)
     with pytest.raises(Exception, match="token id out of range"):
         walk.embed([torch.tensor([[1, 128]])])
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_the_steps_make_the_block(name):
+    family = families()[name]
+    extra = {"sliding_window": 8} if name == "mistral" else {}
+    walk = Walk(InMemory(build(family, **extra)), family)
+    whole = walk.embed([torch.randint(0, 128, (2, 24)), torch.randint(0, 128, (1, 40))])
+    stepped, block = list(whole), walk.block(0)
+    walk.forward(block, 0, whole)
+    assert len(family.residuals) == 2
+    for step in range(len(family.residuals)):
+        walk.forward(block, 0, stepped, step)
+    for one, other in zip(whole, stepped, strict=True):
+        assert torch.allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_a_step_s_statistics_are_the_block_s(name):
+    family = families()[name]
+    walk = Walk(InMemory(build(family)), family)
+    streams = walk.embed([torch.randint(0, 128, (2, 24))])
+    block = walk.block(0)
+    expected = walk.collect(block, 0, streams)
+    for step, (_, module) in enumerate(family.residuals):
+        wanted = [linear.name for linear in family.linears if linear.name.startswith(module + ".")]
+        found = walk.collect(block, 0, streams, wanted, step=step)
+        assert set(found) == set(wanted)
+        for key, stats in found.items():
+            assert torch.allclose(stats.hessian, expected[key].hessian, rtol=1e-4, atol=1e-3)
+        walk.forward(block, 0, streams, step)
+
+
+def test_the_float_model_runs_beside_and_advances_when_asked():
+    family = families()["llama"]
+    walk = Walk(InMemory(build(family)), family)
+    ids = [torch.randint(0, 128, (2, 24))]
+    rounded, exact = walk.embed(ids), walk.embed(ids)
+    rounded[0] = rounded[0] + 0.1 * torch.randn_like(rounded[0])
+    block = walk.block(0)
+    before = exact[0].clone()
+    alone = walk.collect(block, 0, rounded)["mlp.down_proj"]
+    still = walk.collect(block, 0, rounded, exact=FloatModel(block, exact, advance=False))["mlp.down_proj"]
+    assert torch.equal(exact[0], before)
+    assert torch.allclose(still.hessian, alone.hessian)
+    inputs = []
+    for hidden in (exact[0], rounded[0]):
+        with torch.inference_mode():
+            seen, _ = walk._inputs(block, 0, None, hidden, ["mlp.down_proj"])
+        inputs.append(seen["mlp.down_proj"].reshape(-1, 96))
+    assert torch.allclose(still.cross, (inputs[0] - inputs[1]).T @ inputs[1], rtol=1e-4, atol=1e-3)
+    walk.collect(block, 0, rounded, exact=FloatModel(block, exact, advance=True))
+    assert torch.allclose(exact[0], walk.output(block, 0, before), atol=1e-5)

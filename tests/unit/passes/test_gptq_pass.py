@@ -291,5 +291,5 @@ def test_propagation_pays_on_the_outputs_and_the_facts_say_how_far_the_weight_mo
 
 
 def test_what_it_needs_follows_its_options():
-    assert gptq.needs(gptq.Options()) == {"hessian", "cross", "sequential"}
-    assert gptq.needs(gptq.Options(propagate=0.0, true_sequential=False)) == {"hessian"}
+    assert gptq.needs(gptq.Options()) == {"hessian", "cross"}
+    assert gptq.needs(gptq.Options(propagate=0.0)) == {"hessian"}

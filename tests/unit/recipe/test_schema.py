@@ -262,7 +262,6 @@ def test_a_preset_fills_in_what_the_recipe_leaves_open(tmp_path):
     text += "  - {match: attention, format: int4}\n"
     ffn, attention = load_recipe(write(tmp_path, text), preset="fast").rules
     assert [call.options["propagate"] for call in (*ffn.passes, *attention.passes)] == [0.25, 0.0]
-    assert [call.options["true_sequential"] for call in (*ffn.passes, *attention.passes)] == [False, False]
     assert ffn.passes[0].options["damp"] == 0.5
     usual = load_recipe(write(tmp_path, text)).rules[1].passes[0].options
     assert usual["propagate"] > 0
