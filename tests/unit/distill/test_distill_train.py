@@ -85,7 +85,8 @@ def test_decoding_codes_leaves_torch_its_threads(artifact):
     """The first kernel of a process sets the number of threads for torch as well: hence a process of its own."""
     code = (
         "import sys, torch; from compressor.models import open_model; from compressor.arch import find_family;"
-        "from compressor.distill.student import Student; source = open_model(sys.argv[1]); torch.set_num_threads(1);"
+        "from compressor.distill.student import Student; source = open_model(sys.argv[1]);"
+        "torch.set_num_threads(1);"
         "Student(source, find_family(source.config, '')); print(torch.get_num_threads())"
     )
     found = subprocess.run(
