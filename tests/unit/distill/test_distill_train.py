@@ -1,5 +1,9 @@
 """The streamed backward against whole-model autograd; training that gains, stops, and repeats itself."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from fixtures_artifacts import build_artifact
@@ -78,14 +82,21 @@ def test_streamed_gradients_are_the_whole_models(family, head, tiny_model, tmp_p
 
 
 def test_decoding_codes_leaves_torch_its_threads(artifact):
-    source, before = open_model(str(artifact)), torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            Student(source, find_family(source.config, "test"))
-            assert torch.get_num_threads() == count
-    finally:
-        torch.set_num_threads(before)
+    """The first kernel of a process sets the number of threads for torch as well: hence a process of its own."""
+    code = (
+        "import sys, torch; from compressor.models import open_model; from compressor.arch import find_family;"
+        "from compressor.distill.student import Student; source = open_model(sys.argv[1]);"
+        "torch.set_num_threads(1);"
+        "Student(source, find_family(source.config, '')); print(torch.get_num_threads())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(artifact)],
+        env={**os.environ, "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "1"
 
 
 def test_before_training_the_student_is_the_artifact(artifact, reference, tokens):
