@@ -5,7 +5,6 @@ Every user error is raised in ``prepare``, from headers, before any work.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,19 +15,20 @@ from compressor import __version__
 from compressor.arch import find_family
 from compressor.arch.base import Family
 from compressor.checkpoint.base import Checkpoint
-from compressor.checkpoint.files import file_sha256
 from compressor.checkpoint.reader import check_against_family, expected_tensors, open_config
 from compressor.checkpoint.writer import RunDirectory, check_free_space, check_side_names
 from compressor.core.plan import Plan, PlannedTensor
 from compressor.core.profile import Profile
 from compressor.core.report import Progress, Report, no_progress
 from compressor.errors import CompressorError, Problems
+from compressor.finishing import check_finish, finish, is_finished, rounded_place
 from compressor.models import open_source
 from compressor.recipe.plan import RunShape, make_plan
 from compressor.recipe.presets import find_preset
 from compressor.recipe.schema import Recipe, load_recipe, unavailable
 from compressor.rounding.run import check_finite, round_blocks
 from compressor.rounding.tensor import Work, shard_name
+from compressor.runkey import run_key
 from compressor.transforms import base as transforms
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ def check_runnable(ready: Prepared) -> None:
     ]
     if "compressed-tensors" in ready.job.exports and not ready.plan.quantized():
         problems.append(CompressorError("--export compressed-tensors: the recipe quantizes nothing"))
+    problems += check_finish(ready.recipe.finish, _samples(ready.job), bool(ready.plan.quantized()))
     problems += _taken_targets(ready.job)
     if "gguf" in ready.job.exports:
         problems += gguf.check(ready.checkpoint, ready.family)
@@ -252,20 +253,39 @@ def quantize(job: Job, progress: Progress = no_progress, profile: Profile | None
         device=job.device,
         progress=progress,
     )
-    report = _new_report(ready, tokens)
-    with RunDirectory.open(job.out, _run_key(ready, tokens), fresh=job.fresh) as run:
+    report, key, steps = (
+        _new_report(ready, tokens),
+        run_key(ready.job, ready.recipe, ready.checkpoint, tokens),
+        ready.recipe.finish,
+    )
+    if steps and is_finished(job.out, key):
+        return ready, _stored_report(job.out, report)
+    place = rounded_place(job.out) if steps else job.out
+    with RunDirectory.open(place, key, fresh=job.fresh) as run:
         if run.already_done:
-            return ready, _stored_report(job.out, report)
-        check_free_space(job.out, ready.plan.disk_bytes)
-        with timed.stage("checking weights"):
-            check_finite(transforms.untransformed(ready.checkpoint), progress)
-            transforms.verify(ready.checkpoint, ready.family, tokens.batches, job.device)
-        work = Work(ready.checkpoint, ready.family, ready.plan, job.device, job.strict, timed)
-        round_blocks(work, run, tokens, progress)
-        with timed.stage("finishing files"):
-            _gather_facts(ready, run, report)
-            _finish(ready, run, report)
+            report = _stored_report(place, report)
+        else:
+            _round(ready, tokens, run, report, progress, timed)
+    if steps:
+        with timed.stage("training scales"):
+            report.note(finish(steps, place, ready.checkpoint, tokens, job.out, job.seed, progress))
     return ready, report
+
+
+def _round(
+    ready: Prepared, tokens: TokenSet, run: RunDirectory, report: Report, progress: Progress, timed: Profile
+) -> None:
+    """Everything between an open run directory and its finished artifact."""
+    job = ready.job
+    check_free_space(job.out, ready.plan.disk_bytes)
+    with timed.stage("checking weights"):
+        check_finite(transforms.untransformed(ready.checkpoint), progress)
+        transforms.verify(ready.checkpoint, ready.family, tokens.batches, job.device)
+    work = Work(ready.checkpoint, ready.family, ready.plan, job.device, job.strict, timed)
+    round_blocks(work, run, tokens, progress)
+    with timed.stage("finishing files"):
+        _gather_facts(ready, run, report)
+        _finish(ready, run, report)
 
 
 def export_artifact(
@@ -346,39 +366,6 @@ def _stored_report(out: Path, report: Report) -> Report:
             report.note(event["message"], event["tensor"])
     report.note(f"{out} already holds this run: nothing to do")
     return report
-
-
-def _run_key(ready: Prepared, tokens: TokenSet) -> dict[str, str]:
-    """Everything the bytes of the artifact depend on, by the name a user knows it under."""
-    import numpy
-    import torch
-
-    from compressor.calibration.linear import onednn_is_faster
-
-    recipe = json.dumps(ready.recipe.canonical(), sort_keys=True)
-    return {
-        "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
-        "model": ready.checkpoint.fingerprint(),
-        "calibration": tokens.sha256,
-        "samples": str(ready.job.samples),
-        "sequence-length": str(ready.job.sequence_length),
-        "seed": str(ready.job.seed),
-        "device": ready.job.device,
-        "threads": str(torch.get_num_threads()),
-        "side files": _side_digest(ready.checkpoint),
-        "libraries": f"torch {torch.__version__}, numpy {numpy.__version__}",
-        "processor": torch.backends.cpu.get_cpu_capability() + (", oneDNN" if onednn_is_faster() else ""),
-        "version": __version__,
-    }
-
-
-def _side_digest(checkpoint: Checkpoint) -> str:
-    """sha256 over names and contents of everything copied beside the weights."""
-    digest = hashlib.sha256()
-    for name, source in sorted(checkpoint.side_files().items()):
-        content = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else file_sha256(source)
-        digest.update(f"{name} {content}\n".encode())
-    return digest.hexdigest()
 
 
 def _gather_facts(ready: Prepared, run: RunDirectory, report: Report) -> None:

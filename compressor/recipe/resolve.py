@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from compressor.core.plan import PassCall
+from compressor.distill import options as distill
 from compressor.errors import CompressorError
 from compressor.passes import base as passes
 from compressor.recipe.formats import DEFAULTS, FLOAT_DEFAULTS, KEEP, PRESETS, SCALE_DTYPES, to_spec
@@ -43,8 +44,9 @@ class Resolver:
         """The rules, in order."""
         rules = self._short(model) if isinstance(model, ShortRecipeModel) else self._long(model)
         calls = self._transforms(getattr(model, "transforms", None) or [])
+        finish = tuple(self._finish(getattr(model, "finish", None)))
         name, missing, notes = model.name or self.path.stem, tuple(self.missing), tuple(self.notes)
-        return Recipe(name, str(self.path), rules, missing, notes, tuple(calls))
+        return Recipe(name, str(self.path), rules, missing, notes, tuple(calls), finish)
 
     def unused(self) -> list[CompressorError]:
         """Substitutions for something the recipe does not use."""
@@ -173,6 +175,22 @@ class Resolver:
                 self._problem(loc, f"{name} stands twice")
             else:
                 calls += self._options(name, transforms.load(name).Options, options, loc)
+        return calls
+
+    def _finish(self, written: list[Any] | None) -> list[PassCall]:
+        """What is done to the artifact at the end; the preset's where the recipe does not say."""
+        calls: list[PassCall] = []
+        known = {distill.NAME: distill.Options}
+        entries = self._entries("step", self.preset.finish if written is None else written, ("finish",))
+        for name, options, loc in entries:
+            if name not in known:
+                self._problem(
+                    loc, f"unknown step {name!r}", expected=", ".join(known), hint=did_you_mean(name, known)
+                )
+            elif calls:
+                self._problem(loc, f"{name} stands twice")
+            else:
+                calls += self._options(name, known[name], options, loc)
         return calls
 
     def _substituted(self, entries: list[_Entry]) -> list[_Entry]:

@@ -64,6 +64,7 @@ class Recipe:
         missing: (name, file:line) of everything it asks for that is not available yet.
         notes: Facts to show (substitutions made).
         transforms: What is done to the whole model before any rule, in order.
+        finish: What is done to the rounded artifact as a whole, in order.
     """
 
     name: str
@@ -72,11 +73,14 @@ class Recipe:
     missing: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     transforms: tuple[PassCall, ...] = ()
+    finish: tuple[PassCall, ...] = ()
 
     def canonical(self) -> dict[str, Any]:
         """What the bytes of an artifact depend on."""
         transforms = [{call.name: dict(call.options)} for call in self.transforms]
+        finish = [{call.name: dict(call.options)} for call in self.finish]
         found = {"transforms": transforms} if transforms else {}
+        found |= {"finish": finish} if finish else {}
         return {**found, "rules": [rule.canonical() for rule in self.rules]}
 
 

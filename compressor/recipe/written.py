@@ -124,6 +124,7 @@ class RecipeModel(_Strict):
     name: str | None = None
     description: str | None = None
     transforms: list[PassWritten] | None = None
+    finish: list[PassWritten] | None = None
     rules: list[RuleModel] = Field(min_length=1)
 
 

@@ -16,7 +16,7 @@ FLOORS = [
     {"checkpoint", "calibration"},
     {"passes", "export", "transforms"},
     {"recipe", "eval", "models", "distill"},
-    {"pipeline", "rounding"},
+    {"pipeline", "rounding", "finishing", "runkey"},
     {"cli"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
