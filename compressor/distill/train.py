@@ -17,7 +17,7 @@ import torch
 from compressor.calibration.data import TokenSet
 from compressor.core.report import Progress
 from compressor.distill.loss import Heads, divergence, divergence_gradient
-from compressor.distill.student import Student, Teacher, head_matrix
+from compressor.distill.student import Student, Teacher, head_matrix, same_head
 from compressor.errors import CompressorError
 
 HELD_OUT_PART, FEWEST_HELD_OUT, MOST_HELD_OUT = 8, 4, 8
@@ -115,8 +115,8 @@ class Trainer:
         self.student, self.options = student, options
         self.trained = list(student.trained.values())
         self.teacher_head = self.student_head = head_matrix(teacher)
-        if student.head is None and not torch.equal(own := head_matrix(student), self.teacher_head):
-            self.student_head = own
+        if student.head is None and not same_head(student, teacher):
+            self.student_head = head_matrix(student)
         self.optimizer = torch.optim.Adam(
             [
                 {"params": [t.log_factor for t in self.trained if t.base.ndim == 2], "peak": options.lr},

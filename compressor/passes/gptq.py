@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from compressor.calibration.factor import LARGEST_DAMP, Factor, factor, finite
+from compressor.calibration.factor import LARGEST_DAMP, damped, factor, finite
 from compressor.calibration.stats import LayerStats
 from compressor.core.grid import Grid, choose_grid
 from compressor.core.spec import Spec
@@ -44,7 +44,10 @@ class Options(PassOptions):
     act_order: bool = Field(True, description="round the columns with the strongest inputs first")
     damp: float = Field(0.01, ge=0, le=LARGEST_DAMP, description="added to the diagonal, times its mean")
     propagate: float = Field(
-        0.5, ge=0, le=1, description="share of the earlier linears' error that this one makes up for"
+        0.7, ge=0, le=1, description="share of the earlier linears' error that this one makes up for"
+    )
+    propagate_damp: float = Field(
+        0.1, ge=0, le=LARGEST_DAMP, description="like damp, where that share is estimated"
     )
     block_size: int = Field(128, ge=1, description="columns between two matrix products; speed only")
 
@@ -82,7 +85,7 @@ def run(
     found = factor(whole, options.damp, act_order=options.act_order, device=device)
     target = weight
     if options.propagate and whole.cross is not None and found.upper is not None:
-        target = _propagated(weight, whole, found, options.propagate)
+        target = _propagated(weight, whole, options, device)
     importance = _importance(hessian.diagonal(), found.living, options.damp)
     grid = _grid(target, spec, options, importance)
     if found.upper is None:
@@ -94,24 +97,33 @@ def run(
 
 
 def _propagated(
-    weight: NDArray[np.float32], stats: LayerStats, found: Factor, strength: float
+    weight: NDArray[np.float32], stats: LayerStats, options: Options, device: str = "cpu"
 ) -> NDArray[np.float32]:
-    """W (I + strength C H^-1): the weight that gives the float model's outputs on the inputs as they are.
+    """W (I + propagate C (H + propagate_damp mean(diagonal) I)^-1): the float model's outputs on these inputs.
 
     With C = sum (x_float - x) x^T, W C H^-1 is the least squares answer to x having drifted (QEP,
-    arXiv 2504.09629; GPTAQ, arXiv 2504.02692). C H^-1 serves all linears that share the input.
+    arXiv 2504.09629; GPTAQ, arXiv 2504.02692); the ridge keeps it from fitting the noise of few tokens.
+    C H^-1 serves all linears that share the input. Without a factor the weight stays as it is.
     """
-    assert stats.cross is not None
-    assert found.upper is not None
-    key = ("propagation", found.damp, str(found.upper.device))
+    key = ("propagation", options.propagate_damp, device)
     if key not in stats.memo:
-        ordered = stats.cross.to(found.upper.device)[:, found.order]
-        moved = torch.empty_like(ordered)
-        moved[:, found.order] = ordered @ found.upper.T @ found.upper
-        stats.memo[key] = moved
-    left = torch.from_numpy(weight).to(found.upper.device)
-    target: NDArray[np.float32] = torch.addmm(left, left, stats.memo[key], alpha=strength).cpu().numpy()
+        stats.memo[key] = _drift(stats, options.propagate_damp, device)
+    left = torch.from_numpy(weight).to(device)
+    target: NDArray[np.float32] = torch.addmm(left, left, stats.memo[key], alpha=options.propagate).cpu().numpy()
     return target
+
+
+def _drift(stats: LayerStats, damp: float, device: str) -> torch.Tensor:
+    """C (H + damp * mean(diagonal) * I)^-1, float32 [in, in]; zeros where nothing can be solved."""
+    assert stats.cross is not None
+    hessian, cross = stats.hessian.to(device), stats.cross.to(device)
+    living = hessian.diagonal() > 0
+    order = torch.arange(len(living), device=device)
+    for dtype in (torch.float32, torch.float64):
+        lower, info = torch.linalg.cholesky_ex(damped(hessian, living, order, damp, dtype))
+        if int(info) == 0:
+            return torch.cholesky_solve(cross.T.to(dtype), lower).T.float()
+    return torch.zeros_like(cross)
 
 
 def _importance(diagonal: torch.Tensor, living: torch.Tensor, damp: float) -> NDArray[np.float32]:

@@ -263,12 +263,14 @@ def test_propagation_is_the_least_squares_answer_to_drifted_inputs():
     stats = LayerStats.empty(48, cross=True)
     stats.add(torch.from_numpy(drifted), torch.from_numpy(exact))
     weight = rng.standard_normal((8, 48)).astype(np.float32)
-    found = factor.factor(stats, 0.0, act_order=True, device="cpu")
-    target = gptq._propagated(weight, stats, found, 1.0)
+    plain = {"propagate_damp": 0.0}
+    target = gptq._propagated(weight, stats, gptq.Options(propagate=1.0, **plain))
     best = np.linalg.lstsq(drifted.astype(np.float64), exact.astype(np.float64) @ weight.T, rcond=None)[0].T
     np.testing.assert_allclose(target, best, atol=2e-3)
-    half = gptq._propagated(weight, stats, found, 0.5)
+    half = gptq._propagated(weight, stats, gptq.Options(propagate=0.5, **plain))
     np.testing.assert_allclose(half, (weight + best) / 2, atol=2e-3)
+    careful = gptq._propagated(weight, stats, gptq.Options(propagate=1.0, propagate_damp=1.0))
+    assert 0 < np.linalg.norm(careful - weight) < 0.9 * np.linalg.norm(target - weight)
 
 
 def test_propagation_pays_on_the_outputs_and_the_facts_say_how_far_the_weight_moved():
