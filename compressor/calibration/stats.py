@@ -50,7 +50,8 @@ class LayerStats:
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
         _add_product(self.hessian, flat, flat)
         if self.absmax is not None:
-            torch.maximum(self.absmax, flat.abs().amax(0), out=self.absmax)
+            low, high = torch.aminmax(flat, dim=0)
+            torch.maximum(self.absmax, torch.maximum(high, -low), out=self.absmax)
         if self.cross is not None:
             assert exact is not None
             _add_product(self.cross, exact.reshape(flat.shape).float() - flat, flat)

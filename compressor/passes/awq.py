@@ -28,7 +28,7 @@ KIND = "rescale"
 NEEDS: frozenset[str] = frozenset({"hessian"})
 PAIRS = ("norm", "linear")
 
-_ROWS = 192
+_ROWS = 64
 _LARGEST = 100.0
 
 

@@ -10,6 +10,7 @@ that wakes up later should meet the weight it was trained with.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from compressor.calibration.factor import LARGEST_DAMP, damped, factor, finite
+from compressor.calibration.factor import LARGEST_DAMP, Factor, damped, factor, finite
 from compressor.calibration.stats import LayerStats
 from compressor.core.grid import Grid, choose_grid
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
+from compressor.kernels import descent
+from compressor.kernels.floats import round_to_dtype
 from compressor.passes.base import PassOptions, Rounded
 
 NEEDS: frozenset[str] = frozenset({"hessian", "cross"})
@@ -36,7 +39,7 @@ class Options(PassOptions):
     """Options of gptq."""
 
     scales: Literal["absmax", "mse"] = Field(
-        "mse", description="mse picks the scales of least squared error, columns weighted by the Hessian"
+        "mse", description="mse picks the scales of least error, columns weighted by their pivots"
     )
     range: Literal["full", "textbook"] = Field(
         "full", description="full uses codes -2^(b-1)..2^(b-1)-1; textbook leaves out the lowest one"
@@ -49,6 +52,9 @@ class Options(PassOptions):
     propagate_damp: float = Field(
         0.1, ge=0, le=LARGEST_DAMP, description="like damp, where that share is estimated"
     )
+    sweeps: int = Field(0, ge=0, le=50, description="rounds of coordinate descent over the codes afterwards")
+    refit: bool = Field(False, description="refit all scales of a row together afterwards, codes held")
+    rounds: int = Field(0, ge=0, description="")
     block_size: int = Field(128, ge=1, description="columns between two matrix products; speed only")
 
 
@@ -86,11 +92,28 @@ def run(
     target = weight
     if options.propagate and whole.cross is not None and found.upper is not None:
         target = _propagated(weight, whole, options, device)
-    importance = _importance(hessian.diagonal(), found.living, options.damp)
+    importance = _importance(hessian.diagonal(), found, options.damp)
     grid = _grid(target, spec, options, importance)
     if found.upper is None:
         return _fallback(grid, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
     rounded = _columns(grid, found.upper, found.order, options.block_size)
+    if options.rounds:
+        order = torch.arange(len(found.living), device=device)
+        ridge = damped(hessian, found.living, order, found.damp, torch.float32).cpu().numpy()
+        best = _loss(grid.weight - rounded.dequantize(), ridge)
+        for _ in range(options.rounds):
+            scales = descent.refit(grid.weight, ridge, rounded.codes, grid.zeros, rounded.scales)
+            trial = replace(grid, scales=round_to_dtype(scales, grid.spec.scale_dtype))
+            again = _columns(trial, found.upper, found.order, options.block_size)
+            loss = _loss(trial.weight - again.dequantize(), ridge)
+            print("rounds", best, loss)
+            if not loss < best:
+                break
+            best, grid, rounded = loss, trial, again
+    if options.refit or options.sweeps:
+        order = torch.arange(len(found.living), device=device)
+        ridge = damped(hessian, found.living, order, found.damp, torch.float32).cpu().numpy()
+        grid, rounded = _polish(grid, rounded, ridge, options)
     facts: dict[str, Any] = {"damp": found.damp, "dead_columns": int((~found.living).sum())}
     facts["moved"] = float(np.linalg.norm(target - weight) / max(float(np.linalg.norm(weight)), 1e-30))
     return _better(grid, rounded, hessian, whole.tokens, facts)
@@ -126,10 +149,20 @@ def _drift(stats: LayerStats, damp: float, device: str) -> torch.Tensor:
     return torch.zeros_like(cross)
 
 
-def _importance(diagonal: torch.Tensor, living: torch.Tensor, damp: float) -> NDArray[np.float32]:
-    """float32 [in]: what a column's error costs, damped as the Hessian is; the mean column costs one."""
-    importance: NDArray[np.float32] = (diagonal / diagonal[living].mean() + damp).cpu().numpy()
-    return importance
+def _importance(diagonal: torch.Tensor, found: Factor, damp: float) -> NDArray[np.float32]:
+    """float32 [in]: what a unit error in a column costs; the mean column costs one.
+
+    With error feedback the loss is exactly sum_j d_j e_j^2, d_j = U_jj^-2 being the pivots of the damped
+    Hessian's LDL^T in the order of rounding (arXiv 2507.18553); without a factor, the damped diagonal.
+    """
+    if found.upper is None:
+        importance = diagonal / diagonal[found.living].mean() + damp
+    else:
+        importance = torch.empty_like(diagonal)
+        importance[found.order] = found.upper.diagonal().square().reciprocal()
+        importance /= importance.mean()
+    weights: NDArray[np.float32] = importance.cpu().numpy()
+    return weights
 
 
 def _grid(
@@ -153,6 +186,30 @@ def _columns(grid: Grid, upper: torch.Tensor, order: torch.Tensor, block: int) -
     weight, scales, zeros, groups = (_to_device(array, upper.device) for array in arrays)
     codes, _ = columns_torch(weight, upper, scales, zeros, groups, grid.low, grid.high, block)
     return grid.in_place(codes.cpu().numpy(), permutation)
+
+
+def _polish(grid: Grid, rounded: QTensor, hessian: NDArray[np.float32], options: Options) -> tuple[Grid, QTensor]:
+    """Scales refitted and codes moved, in turn, until neither lowers the loss."""
+    best = _loss(grid.weight - rounded.dequantize(), hessian)
+    for _ in range(3):
+        scales = rounded.scales
+        if options.refit:
+            scales = descent.refit(grid.weight, hessian, rounded.codes, grid.zeros, scales)
+            scales = round_to_dtype(scales, grid.spec.scale_dtype)
+        codes = rounded.codes
+        if options.sweeps:
+            codes = descent.descend(grid.weight, hessian, codes, scales, grid.zeros, grid.low, grid.high, options.sweeps)
+        again = QTensor(codes, scales, grid.zeros, grid.spec)
+        loss = _loss(grid.weight - again.dequantize(), hessian)
+        print("polish", best, loss)
+        if not loss < best * 0.999:
+            break
+        best, rounded, grid = loss, again, replace(grid, scales=scales)
+    return grid, rounded
+
+
+def _loss(difference, hessian):
+    return float(((difference @ hessian) * difference).sum(dtype=np.float64))
 
 
 def _to_device(array: NDArray[Any] | None, device: torch.device) -> Any:
