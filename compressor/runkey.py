@@ -21,8 +21,6 @@ def run_key(job: Job, recipe: Recipe, checkpoint: Checkpoint, tokens: TokenSet) 
     import numpy
     import torch
 
-    from compressor.calibration.linear import onednn_is_faster
-
     written = json.dumps(recipe.canonical(), sort_keys=True)
     return {
         "recipe": hashlib.sha256(written.encode()).hexdigest(),
@@ -35,9 +33,19 @@ def run_key(job: Job, recipe: Recipe, checkpoint: Checkpoint, tokens: TokenSet) 
         "threads": str(torch.get_num_threads()),
         "side files": _side_digest(checkpoint),
         "libraries": f"torch {torch.__version__}, numpy {numpy.__version__}",
-        "processor": torch.backends.cpu.get_cpu_capability() + (", oneDNN" if onednn_is_faster() else ""),
+        "processor": _processor(),
         "version": __version__,
     }
+
+
+def _processor() -> str:
+    """What decides which bits a matrix product has."""
+    import torch
+
+    from compressor.calibration.linear import bf16_is_faster, onednn_is_faster
+
+    parts = torch.backends.cpu.get_cpu_capability(), onednn_is_faster() and "oneDNN", bf16_is_faster() and "bf16"
+    return ", ".join(part for part in parts if part)
 
 
 def _side_digest(checkpoint: Checkpoint) -> str:

@@ -1,4 +1,4 @@
-"""Float32 matrix products through the faster of torch's two CPU back ends.
+"""Float32 matrix products through the fastest of torch's CPU back ends.
 
 torch sends float32 products to MKL, which takes a slow path on AMD processors (75 GFLOP/s where
 oneDNN reaches 170 to 220 on the same two cores). The choice is by processor vendor, not by timing,
@@ -12,6 +12,7 @@ import functools
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ def fast_linears(block: nn.Module) -> None:
 @functools.cache
 def bf16_is_faster() -> bool:
     """Whether this CPU multiplies bfloat16 pairs into float32 sums (AMX, AVX-512 BF16), and torch lets us ask."""
-    matmul = torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
     known = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return hasattr(matmul, "fp32_precision") and bool(known())
 
@@ -63,11 +64,10 @@ def bf16_products() -> Iterator[None]:
 
     For statistics and training, where an error of 2^-9 per factor is far below that of the quantization.
     """
-    import os
-    if not bf16_is_faster() or not os.environ.get("COMPRESS_BF16"):
+    if not bf16_is_faster():
         yield
         return
-    setting = torch.backends.mkldnn.matmul
+    setting: Any = getattr(torch.backends.mkldnn, "matmul", None)
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:

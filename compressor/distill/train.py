@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from compressor.calibration.data import TokenSet
+from compressor.calibration.linear import bf16_products
 from compressor.core.report import Progress
 from compressor.distill.loss import Heads, divergence, divergence_gradient
 from compressor.distill.student import Student, Teacher, head_matrix, same_head
@@ -101,7 +102,8 @@ def teach(teacher: Teacher, tokens: torch.Tensor, progress: Progress) -> Windows
     for layer in range(teacher.layers):
         progress("teacher blocks", layer, teacher.layers)
         block = teacher.block(layer)
-        teacher.forward(block, layer, streams)
+        with bf16_products():
+            teacher.forward(block, layer, streams)
         teacher.release(block)
     progress("teacher blocks", teacher.layers, teacher.layers)
     with torch.no_grad():
@@ -200,7 +202,8 @@ class Trainer:
         self.check(held_out)
         for number, index in enumerate(batches, start=1):
             progress("distilling", number - 1, len(batches))
-            self.step(training.part(index), max((number - 0.5) / len(batches), self._time_used()))
+            with bf16_products():
+                self.step(training.part(index), max((number - 0.5) / len(batches), self._time_used()))
             late = self._time_used() >= 1
             if number % every == 0 or number == len(batches) or late:
                 self.check(held_out)

@@ -134,10 +134,13 @@ def _steps_to_absmax(form: _Format) -> float:
 
 
 def _storable(scales: Doubles, form: _Format) -> Floats:
-    """The nearest scales that scale_dtype holds; never zero, never infinite."""
-    largest = LARGEST[form.scale_dtype]
-    stored = round_to_dtype(np.minimum(scales, largest).astype(np.float32), form.scale_dtype)
-    return np.where(stored > 0, stored, np.float32(SMALLEST_NORMAL[form.scale_dtype]))
+    return storable(scales, form.scale_dtype)
+
+
+def storable(scales: Doubles | Floats, scale_dtype: str) -> Floats:
+    """The nearest scales that scale_dtype holds, float32; never zero, never infinite."""
+    stored = round_to_dtype(np.minimum(scales, LARGEST[scale_dtype]).astype(np.float32), scale_dtype)
+    return np.where(stored > 0, stored, np.float32(SMALLEST_NORMAL[scale_dtype]))
 
 
 def _shrinks(form: _Format) -> list[tuple[float, int]]:

@@ -129,5 +129,3 @@ def _descend(hessian, gradient, codes, scales, zeros, low, high, sweeps):  # typ
                     line[j] = np.int8(code)
             if not moved:
                 break
-
-

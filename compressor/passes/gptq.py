@@ -23,11 +23,10 @@ from compressor.calibration.stats import LayerStats
 from compressor.core.grid import Grid, choose_grid
 from compressor.core.spec import Spec
 from compressor.core.tensors import QTensor
-from compressor.kernels import descent
-from compressor.kernels.floats import round_to_dtype
+from compressor.kernels import affine, descent
 from compressor.passes.base import PassOptions, Rounded
 
-NEEDS: frozenset[str] = frozenset({"hessian", "cross"})
+NEEDS: frozenset[str] = frozenset({"hessian", "cross", "held_out"})
 KIND = "round"
 SYMMETRIC_ONLY = False
 FLOATS = True
@@ -52,15 +51,17 @@ class Options(PassOptions):
     propagate_damp: float = Field(
         0.1, ge=0, le=LARGEST_DAMP, description="like damp, where that share is estimated"
     )
-    sweeps: int = Field(0, ge=0, le=50, description="rounds of coordinate descent over the codes afterwards")
-    refit: bool = Field(False, description="refit all scales of a row together afterwards, codes held")
-    rounds: int = Field(0, ge=0, description="")
+    refits: int = Field(
+        0, ge=0, le=20, description="how often all scales of a row are refitted together and it is rounded anew"
+    )
+    sweeps: int = Field(0, ge=0, le=20, description="rounds of coordinate descent over the codes at the end")
     block_size: int = Field(128, ge=1, description="columns between two matrix products; speed only")
 
 
 def needs(options: Options) -> frozenset[str]:
     """The statistics wanted with these options."""
-    return frozenset({"hessian", "cross"}) if options.propagate else frozenset({"hessian"})
+    wanted = {"hessian"} | ({"cross"} if options.propagate else set())
+    return frozenset(wanted | ({"held_out"} if options.refits or options.sweeps else set()))
 
 
 def run(
@@ -73,7 +74,8 @@ def run(
     """Round weight float32 [out, in] by the Hessian of its inputs.
 
     Facts (always these keys): ``rounding`` (``gptq``, or ``rtn`` when that was no worse), ``damp`` used,
-    ``dead_columns``, ``moved`` = ||W* - W|| / ||W|| of the weight W* that was rounded, ``error`` =
+    ``dead_columns``, ``refined`` (whether refits and sweeps were kept), ``moved`` = ||W* - W|| / ||W|| of the
+    weight W* that was rounded, ``error`` =
     tr((W* - Q) H (W* - Q)^T) / tokens, ``error_rtn`` (the same for round to nearest on the same scales), and
     ``relative_error``, ``relative_error_rtn`` = those over tr(W* H W*^T) / tokens. Without usable
     statistics everything is rounded to nearest: degraded.
@@ -97,24 +99,11 @@ def run(
     if found.upper is None:
         return _fallback(grid, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
     rounded = _columns(grid, found.upper, found.order, options.block_size)
-    if options.rounds:
-        order = torch.arange(len(found.living), device=device)
-        ridge = damped(hessian, found.living, order, found.damp, torch.float32).cpu().numpy()
-        best = _loss(grid.weight - rounded.dequantize(), ridge)
-        for _ in range(options.rounds):
-            scales = descent.refit(grid.weight, ridge, rounded.codes, grid.zeros, rounded.scales)
-            trial = replace(grid, scales=round_to_dtype(scales, grid.spec.scale_dtype))
-            again = _columns(trial, found.upper, found.order, options.block_size)
-            loss = _loss(trial.weight - again.dequantize(), ridge)
-            print("rounds", best, loss)
-            if not loss < best:
-                break
-            best, grid, rounded = loss, trial, again
-    if options.refit or options.sweeps:
-        order = torch.arange(len(found.living), device=device)
-        ridge = damped(hessian, found.living, order, found.damp, torch.float32).cpu().numpy()
-        grid, rounded = _polish(grid, rounded, ridge, options)
+    refined = bool(options.refits or options.sweeps) and _refining_pays(target, spec, stats, options, device)
+    if refined:
+        grid, rounded = _refine(grid, rounded, hessian, found, options)
     facts: dict[str, Any] = {"damp": found.damp, "dead_columns": int((~found.living).sum())}
+    facts["refined"] = refined
     facts["moved"] = float(np.linalg.norm(target - weight) / max(float(np.linalg.norm(weight)), 1e-30))
     return _better(grid, rounded, hessian, whole.tokens, facts)
 
@@ -173,7 +162,7 @@ def _grid(
 
 def _fallback(grid: Grid, why: str) -> Rounded:
     facts = dict.fromkeys(("error", "error_rtn", "relative_error", "relative_error_rtn"))
-    facts |= {"rounding": "rtn", "damp": None, "dead_columns": None, "moved": None}
+    facts |= {"rounding": "rtn", "damp": None, "dead_columns": None, "moved": None, "refined": None}
     return Rounded(grid.nearest(), facts, (f"gptq: rounded to nearest, because {why}",))
 
 
@@ -188,28 +177,50 @@ def _columns(grid: Grid, upper: torch.Tensor, order: torch.Tensor, block: int) -
     return grid.in_place(codes.cpu().numpy(), permutation)
 
 
-def _polish(grid: Grid, rounded: QTensor, hessian: NDArray[np.float32], options: Options) -> tuple[Grid, QTensor]:
-    """Scales refitted and codes moved, in turn, until neither lowers the loss."""
-    best = _loss(grid.weight - rounded.dequantize(), hessian)
-    for _ in range(3):
-        scales = rounded.scales
-        if options.refit:
-            scales = descent.refit(grid.weight, hessian, rounded.codes, grid.zeros, scales)
-            scales = round_to_dtype(scales, grid.spec.scale_dtype)
-        codes = rounded.codes
-        if options.sweeps:
-            codes = descent.descend(grid.weight, hessian, codes, scales, grid.zeros, grid.low, grid.high, options.sweeps)
-        again = QTensor(codes, scales, grid.zeros, grid.spec)
-        loss = _loss(grid.weight - again.dequantize(), hessian)
-        print("polish", best, loss)
-        if not loss < best * 0.999:
+def _refine(
+    grid: Grid, rounded: QTensor, hessian: torch.Tensor, found: Factor, options: Options
+) -> tuple[Grid, QTensor]:
+    """Scales refitted by least squares and everything rounded anew, while that lowers the damped loss."""
+    order = torch.arange(len(found.living), device=hessian.device)
+    ridged = damped(hessian, found.living, order, found.damp, torch.float32)
+    array, best = ridged.cpu().numpy(), _cost(grid.weight - rounded.dequantize(), ridged)
+    assert found.upper is not None
+    for _ in range(options.refits):
+        scales = descent.refit(grid.weight, array, rounded.codes, grid.zeros, grid.scales)
+        trial = replace(grid, scales=affine.storable(scales, grid.spec.scale_dtype))
+        again = _columns(trial, found.upper, found.order, options.block_size)
+        loss = _cost(grid.weight - again.dequantize(), ridged)
+        if not loss < best:
             break
-        best, rounded, grid = loss, again, replace(grid, scales=scales)
+        best, grid, rounded = loss, trial, again
+    if options.sweeps:
+        limits = grid.low, grid.high
+        codes = descent.descend(
+            grid.weight, array, rounded.codes, grid.scales, grid.zeros, *limits, sweeps=options.sweeps
+        )
+        rounded = grid.tensor(codes)
     return grid, rounded
 
 
-def _loss(difference, hessian):
-    return float(((difference @ hessian) * difference).sum(dtype=np.float64))
+def _refining_pays(
+    target: NDArray[np.float32], spec: Spec, stats: LayerStats | None, options: Options, device: str
+) -> bool:
+    """Whether refining on some tokens lowers the error on others; yes where none are held out."""
+    assert stats is not None
+    if spec.kind == "float" or spec.group_size == 0:
+        return False
+    held_out = stats.held_out
+    if held_out is None or held_out.tokens == 0 or stats.tokens == 0:
+        return True
+    found = factor(stats, options.damp, act_order=options.act_order, device=device)
+    hessian, judge = stats.hessian.to(device), held_out.hessian.to(device)
+    if found.upper is None or not bool((hessian.diagonal() > 0).any()):
+        return False
+    grid = _grid(target, spec, options, _importance(hessian.diagonal(), found, options.damp))
+    rounded = _columns(grid, found.upper, found.order, options.block_size)
+    _, refined = _refine(grid, rounded, hessian, found, options)
+    before, after = (_cost(target - q.dequantize(), judge) for q in (rounded, refined))
+    return after < before
 
 
 def _to_device(array: NDArray[Any] | None, device: torch.device) -> Any:

@@ -15,6 +15,7 @@ FACTS = {
     "damp",
     "dead_columns",
     "moved",
+    "refined",
     "error",
     "error_rtn",
     "relative_error",
@@ -295,3 +296,19 @@ def test_propagation_pays_on_the_outputs_and_the_facts_say_how_far_the_weight_mo
 def test_what_it_needs_follows_its_options():
     assert gptq.needs(gptq.Options()) == {"hessian", "cross"}
     assert gptq.needs(gptq.Options(propagate=0.0)) == {"hessian"}
+    assert gptq.needs(gptq.Options(propagate=0.0, sweeps=1)) == {"hessian", "held_out"}
+
+
+@pytest.mark.parametrize("options", [{"refits": 3}, {"sweeps": 2}, {"refits": 2, "sweeps": 1}], ids=str)
+def test_refining_lowers_the_error_and_is_kept_only_where_held_out_tokens_agree(options):
+    weight, stats = gaussian(), stats_of()
+    plain = gptq.run(weight, Spec(3, 16), stats, gptq.Options())
+    refined = gptq.run(weight, Spec(3, 16), stats, gptq.Options(**options))
+    assert refined.facts["refined"]
+    assert not plain.facts["refined"]
+    assert refined.facts["error"] < 0.999 * plain.facts["error"]
+    silent = LayerStats(torch.zeros_like(stats.hessian), 10)
+    against = LayerStats(stats.hessian, stats.tokens, held_out=silent)
+    kept = gptq.run(weight, Spec(3, 16), against, gptq.Options(**options))
+    assert not kept.facts["refined"]
+    np.testing.assert_array_equal(kept.tensor.codes, plain.tensor.codes)
