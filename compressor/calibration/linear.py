@@ -59,12 +59,13 @@ def bf16_is_faster() -> bool:
 
 
 @contextlib.contextmanager
-def bf16_products() -> Iterator[None]:
+def bf16_products(wanted: bool = True) -> Iterator[None]:
     """Inside, float32 products on such a CPU round their factors to bfloat16 (sums stay float32).
 
-    For statistics and training, where an error of 2^-9 per factor is far below that of the quantization.
+    For forward passes of calibration and training, where an error of 2^-9 per factor is far below that of the
+    quantization. Not for sums of x x^T: made from rounded inputs, their factor loses what rounding needs.
     """
-    if not bf16_is_faster():
+    if not (wanted and bf16_is_faster()):
         yield
         return
     setting: Any = getattr(torch.backends.mkldnn, "matmul", None)

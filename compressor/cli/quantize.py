@@ -60,7 +60,7 @@ def quantize(
       compress quantize ./Llama-3.2-1B --recipe int4 --preset best --out out/best
       compress quantize ./Llama-3.2-1B --recipe mixed --out out/mixed --export gguf
       compress quantize ./Llama-3-70B --recipe mixed_70b --out out/70b --dry-run \\
-          --substitute awq=gptq --substitute kv_cache=fp16
+          --substitute kv_cache=fp16
     """
     from compressor.pipeline import Job
 

@@ -28,7 +28,7 @@ KIND = "rescale"
 NEEDS: frozenset[str] = frozenset({"hessian"})
 PAIRS = ("norm", "linear")
 
-_ROWS = 64
+_ROWS = 192
 _LARGEST = 100.0
 
 

@@ -55,13 +55,17 @@ class Options(PassOptions):
         0, ge=0, le=20, description="how often all scales of a row are refitted together and it is rounded anew"
     )
     sweeps: int = Field(0, ge=0, le=20, description="rounds of coordinate descent over the codes at the end")
+    held_out: bool = Field(
+        False,
+        description="keep refits and sweeps only where tokens kept apart agree; statistics take twice the memory",
+    )
     block_size: int = Field(128, ge=1, description="columns between two matrix products; speed only")
 
 
 def needs(options: Options) -> frozenset[str]:
     """The statistics wanted with these options."""
     wanted = {"hessian"} | ({"cross"} if options.propagate else set())
-    return frozenset(wanted | ({"held_out"} if options.refits or options.sweeps else set()))
+    return frozenset(wanted | ({"held_out"} if options.held_out and (options.refits or options.sweeps) else set()))
 
 
 def run(
@@ -205,12 +209,12 @@ def _refine(
 def _refining_pays(
     target: NDArray[np.float32], spec: Spec, stats: LayerStats | None, options: Options, device: str
 ) -> bool:
-    """Whether refining on some tokens lowers the error on others; yes where none are held out."""
+    """Whether refining on some tokens lowers the error on others; yes where none shall be held out."""
     assert stats is not None
     if spec.kind == "float" or spec.group_size == 0:
         return False
     held_out = stats.held_out
-    if held_out is None or held_out.tokens == 0 or stats.tokens == 0:
+    if not options.held_out or held_out is None or held_out.tokens == 0 or stats.tokens == 0:
         return True
     found = factor(stats, options.damp, act_order=options.act_order, device=device)
     hessian, judge = stats.hessian.to(device), held_out.hessian.to(device)

@@ -84,12 +84,13 @@ def peak_parts(
 
 
 def _hessian_bytes(family: Family, dims: Mapping[str, int], wanted: frozenset[str]) -> int:
-    """Of the largest of the block's inputs (one is at work at a time), and its comparison with the float model."""
+    """Of the largest of the block's inputs (one is at work at a time), its comparison with the float model, and both of
+    the tokens held out and of all together."""
     if "hessian" not in wanted:
         return 0
     width = {linear.name: dims[linear.in_] for linear in family.linears}
     sizes = [4 * width[group[0]] ** 2 for group in family.inputs]
-    each = 1 + ("cross" in wanted)
+    each = (1 + ("cross" in wanted)) * (3 if "held_out" in wanted else 1)
     return each * max(sizes)
 
 

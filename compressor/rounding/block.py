@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compressor.calibration.linear import bf16_products
 from compressor.calibration.walk import FloatModel
 from compressor.core.tensors import RawTensor
 from compressor.errors import CompressorError
@@ -70,7 +69,7 @@ class BlockRounding:
         comparing = [stage for stage in stages if any("cross" in self.wanted.get(name, ()) for name in stage)]
         for stage in stages:
             self._round_stage(step, stage, stats, advance=bool(comparing) and stage is comparing[-1])
-        with self.timed("forward"), bf16_products():
+        with self.timed("forward"):
             if self.streams.exact is not None and not comparing:
                 self.walk.forward(self.float_block, self.layer, self.streams.exact, step)
             self.walk.forward(self.block, self.layer, self.streams.rounded, step)
@@ -90,7 +89,7 @@ class BlockRounding:
         self.folds = Folds()
         if not scaled:
             return {}
-        with self.timed("statistics"), bf16_products():
+        with self.timed("statistics"):
             stats = self.walk.collect(self.block, self.layer, self.streams.rounded, scaled)
         with self.timed("rescaling"):
             return self._rescale(stats)
@@ -151,7 +150,7 @@ class BlockRounding:
         if self.streams.exact is not None and any("cross" in self.wanted[name] for name in wanted):
             exact = FloatModel(self.float_block, self.streams.exact, advance)
         held_out = len(self.streams.rounded) // HELD_OUT if self._any("held_out") else 0
-        with self.timed("statistics"), bf16_products():
+        with self.timed("statistics"):
             return self.walk.collect(
                 self.block,
                 self.layer,

@@ -44,7 +44,7 @@ def round_blocks(work: Work, run: RunDirectory, tokens: TokenSet, progress: Prog
 
     layers, walked = work.plan.layers, _blocks_to_walk(work.plan)
     start = run.last_stream() or 0
-    walk = Walk(work.checkpoint, work.family, work.device) if walked else None
+    walk = Walk(work.checkpoint, work.family, work.device, bf16=True) if walked else None
     streams = Streams([])
     if walk is not None:
         streams = load_streams(run, start, work.device) if start else _first_streams(work.plan, walk, tokens)

@@ -296,7 +296,8 @@ def test_propagation_pays_on_the_outputs_and_the_facts_say_how_far_the_weight_mo
 def test_what_it_needs_follows_its_options():
     assert gptq.needs(gptq.Options()) == {"hessian", "cross"}
     assert gptq.needs(gptq.Options(propagate=0.0)) == {"hessian"}
-    assert gptq.needs(gptq.Options(propagate=0.0, sweeps=1)) == {"hessian", "held_out"}
+    assert gptq.needs(gptq.Options(propagate=0.0, sweeps=1)) == {"hessian"}
+    assert gptq.needs(gptq.Options(propagate=0.0, sweeps=1, held_out=True)) == {"hessian", "held_out"}
 
 
 @pytest.mark.parametrize("options", [{"refits": 3}, {"sweeps": 2}, {"refits": 2, "sweeps": 1}], ids=str)
@@ -309,6 +310,6 @@ def test_refining_lowers_the_error_and_is_kept_only_where_held_out_tokens_agree(
     assert refined.facts["error"] < 0.999 * plain.facts["error"]
     silent = LayerStats(torch.zeros_like(stats.hessian), 10)
     against = LayerStats(stats.hessian, stats.tokens, held_out=silent)
-    kept = gptq.run(weight, Spec(3, 16), against, gptq.Options(**options))
+    kept = gptq.run(weight, Spec(3, 16), against, gptq.Options(held_out=True, **options))
     assert not kept.facts["refined"]
     np.testing.assert_array_equal(kept.tensor.codes, plain.tensor.codes)
