@@ -84,8 +84,10 @@ def peak_parts(
 
 
 def _hessian_bytes(family: Family, dims: Mapping[str, int], wanted: frozenset[str]) -> int:
-    """Of the largest of the block's inputs (one is at work at a time), its comparison with the float model, and both of
-    the tokens held out and of all together."""
+    """Of the largest of the block's inputs: one is at work at a time.
+
+    With its comparison with the float model, and both once more of the tokens held out and of all together.
+    """
     if "hessian" not in wanted:
         return 0
     width = {linear.name: dims[linear.in_] for linear in family.linears}
