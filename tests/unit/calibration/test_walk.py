@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from compressor.arch import families
+from compressor.calibration import linear as calibration_linear
+from compressor.calibration import stats
 from compressor.calibration.walk import FloatModel, Walk
 from compressor.checkpoint.base import Checkpoint, TensorInfo
 from compressor.core.tensors import RawTensor
@@ -165,8 +167,8 @@ def test_a_step_s_statistics_are_the_block_s(name):
         wanted = [linear.name for linear in family.linears if linear.name.startswith(module + ".")]
         found = walk.collect(block, 0, streams, wanted, step=step)
         assert set(found) == set(wanted)
-        for key, stats in found.items():
-            assert torch.allclose(stats.hessian, expected[key].hessian, rtol=1e-4, atol=1e-3)
+        for key, sums in found.items():
+            assert torch.allclose(sums.hessian, expected[key].hessian, rtol=1e-4, atol=1e-3)
         walk.forward(block, 0, streams, step)
 
 
@@ -190,3 +192,31 @@ def test_the_float_model_runs_beside_and_advances_when_asked():
     assert torch.allclose(still.cross, (inputs[0] - inputs[1]).T @ inputs[1], rtol=1e-4, atol=1e-3)
     walk.collect(block, 0, rounded, exact=FloatModel(block, exact, advance=True))
     assert torch.allclose(exact[0], walk.output(block, 0, before), atol=1e-5)
+
+
+def test_bf16_is_asked_for_in_forward_passes_alone_and_given_back(monkeypatch):
+    """Sums of x x^T, outputs that prove a fold, and everything after the walk stay float32."""
+    if not hasattr(torch.backends.mkldnn, "matmul"):
+        pytest.skip("this torch has no such setting")
+    monkeypatch.setattr(calibration_linear, "bf16_is_faster", lambda: True)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    seen = {"forward": set(), "sums": set()}
+
+    def precision(where):
+        seen[where].add(torch.backends.mkldnn.matmul.fp32_precision)
+
+    product, call = stats._add_product, Walk._call
+    monkeypatch.setattr(stats, "_add_product", lambda *a: (precision("sums"), product(*a)))
+    monkeypatch.setattr(Walk, "_call", lambda *a, **k: (precision("forward"), call(*a, **k))[1])
+    family = families()["llama"]
+    for wanted, expected in ((True, "bf16"), (False, before)):
+        walk = Walk(InMemory(build(family)), family, bf16=wanted)
+        streams, block = walk.embed([torch.randint(0, 128, (2, 24))]), walk.block(0)
+        walk.collect(block, 0, streams)
+        walk.forward(block, 0, streams)
+        assert seen == {"forward": {expected}, "sums": {before}}
+        seen["forward"].clear()
+        walk.output(block, 0, streams[0])
+        assert seen["forward"] == {before}
+        seen["forward"].clear()
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
