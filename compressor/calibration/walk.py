@@ -177,7 +177,7 @@ class Walk:
                 inputs, _ = self._inputs(block, layer, step, hidden, firsts)
             for name, stats in sums.items():
                 chosen = stats.held_out if stats.held_out is not None and index < held_out else stats
-                chosen.add(inputs[name], floats.get(name))
+                chosen.add(inputs[name], floats.get(name), bf16=self.bf16)
         return {name: sums[group[0]] for group in groups for name in group}
 
     def _empty(self, block: nn.Module, name: str, cross: bool, held_out: bool) -> LayerStats:

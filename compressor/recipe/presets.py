@@ -29,7 +29,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "fast": Preset(samples=32, options={"gptq": {"propagate": 0.0}}),
-    "default": Preset(options={"gptq": {"refits": 2}}),
+    "default": Preset(),
     "best": Preset(samples=128, options={"gptq": {"refits": 4, "held_out": True}}, finish=("distill_scales",)),
 }
 
