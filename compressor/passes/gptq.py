@@ -95,10 +95,10 @@ def run(
     if not bool((hessian.diagonal() > 0).any()):
         return _fallback(_grid(weight, spec, options, None), "all its inputs were zero")
     found = factor(whole, options.damp, act_order=options.act_order, device=device)
-    target = weight
+    target, pivots = weight, None
     if options.propagate and whole.cross is not None and found.upper is not None:
-        target = _propagated(weight, whole, options, device)
-    importance = _importance(hessian.diagonal(), found, options.damp)
+        target, pivots = _propagated(weight, whole, options, device), found
+    importance = _importance(hessian.diagonal(), found.living, options.damp, pivots)
     grid = _grid(target, spec, options, importance)
     if found.upper is None:
         return _fallback(grid, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
@@ -142,14 +142,18 @@ def _drift(stats: LayerStats, damp: float, device: str) -> torch.Tensor:
     return torch.zeros_like(cross)
 
 
-def _importance(diagonal: torch.Tensor, found: Factor, damp: float) -> NDArray[np.float32]:
+def _importance(
+    diagonal: torch.Tensor, living: torch.Tensor, damp: float, found: Factor | None
+) -> NDArray[np.float32]:
     """float32 [in]: what a unit error in a column costs; the mean column costs one.
 
     With error feedback the loss is exactly sum_j d_j e_j^2, d_j = U_jj^-2 being the pivots of the damped
-    Hessian's LDL^T in the order of rounding (arXiv 2507.18553); without a factor, the damped diagonal.
+    Hessian's LDL^T in the order of rounding (arXiv 2507.18553). Scales chosen by them clip more, and what
+    that does to the mean output is only made good where the next linears propagate: without ``found``, the
+    damped diagonal counts (measured in docs/methods.md).
     """
-    if found.upper is None:
-        importance = diagonal / diagonal[found.living].mean() + damp
+    if found is None or found.upper is None:
+        importance = diagonal / diagonal[living].mean() + damp
     else:
         importance = torch.empty_like(diagonal)
         importance[found.order] = found.upper.diagonal().square().reciprocal()
@@ -220,7 +224,8 @@ def _refining_pays(
     hessian, judge = stats.hessian.to(device), held_out.hessian.to(device)
     if found.upper is None or not bool((hessian.diagonal() > 0).any()):
         return False
-    grid = _grid(target, spec, options, _importance(hessian.diagonal(), found, options.damp))
+    pivots = found if options.propagate and stats.cross is not None else None
+    grid = _grid(target, spec, options, _importance(hessian.diagonal(), found.living, options.damp, pivots))
     rounded = _columns(grid, found.upper, found.order, options.block_size)
     _, refined = _refine(grid, rounded, hessian, found, options)
     before, after = (_cost(target - q.dequantize(), judge) for q in (rounded, refined))

@@ -51,7 +51,7 @@ def test_the_error_on_the_inputs_is_never_above_round_to_nearest(spec, seed, tok
     rounded = gptq.run(weight, spec, statistics(x), gptq.Options(refits=2 * refined, sweeps=int(refined)))
     ours = cost(weight - rounded.tensor.dequantize(), x)
     assert rounded.facts["error"] <= rounded.facts["error_rtn"]
-    assert ours == pytest.approx(rounded.facts["error"] * tokens, rel=1e-3, abs=1e-6 * cost(weight, x))
+    assert ours == pytest.approx(rounded.facts["error"] * tokens, rel=1e-3, abs=2e-5 * cost(weight, x))
 
 
 @settings(deadline=None, max_examples=100)
