@@ -48,17 +48,20 @@ def finite(matrix: torch.Tensor) -> bool:
 
 
 def damped(
-    hessian: torch.Tensor, living: torch.Tensor, order: torch.Tensor, damp: float, dtype: torch.dtype
+    hessian: torch.Tensor, living: torch.Tensor, order: torch.Tensor | None, damp: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The Hessian in this order, damped by damp * the mean living diagonal.
+    """The Hessian in this order (None: its own), damped by damp * the mean living diagonal.
 
     Dead columns get that mean as their diagonal (any positive number would do).
     """
     diagonal = hessian.diagonal().to(dtype)
     mean = diagonal[living].mean()
     filled = torch.where(living, diagonal, mean) + damp * mean
-    matrix = hessian[order[:, None], order].to(dtype)
-    matrix.diagonal().copy_(filled[order])
+    if order is None:
+        matrix = hessian.to(dtype, copy=True)
+    else:
+        matrix, filled = hessian[order[:, None], order].to(dtype), filled[order]
+    matrix.diagonal().copy_(filled)
     return matrix
 
 

@@ -231,14 +231,18 @@ class Walk:
             stats.add(norm(hidden), norm(exact[index]) if exact is not None else None)
         return stats
 
+    @property
+    def head_name(self) -> str:
+        """The tensor the head multiplies with: its own, or the embedding where tied."""
+        name = f"{self.family.head}.weight"
+        tied = self.family.tied(self.checkpoint.config) or name not in self.checkpoint.tensors
+        return f"{self.family.embedding}.weight" if tied else name
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states float32 [..., hidden] -> logits float32 [..., vocab]: final norm, then head."""
         if self._head is None:
-            head = f"{self.family.head}.weight"
-            if self.family.tied(self.checkpoint.config) or head not in self.checkpoint.tensors:
-                head = f"{self.family.embedding}.weight"
-            self._head = _owned(self.checkpoint.read(head), self.device)
+            self._head = _owned(self.checkpoint.read(self.head_name), self.device)
         final = self._final_norm()(hidden)
         kind = input_kind(self.checkpoint, self.family.head)
         return linear(fake_quantize(final, kind) if kind else final, self._head)

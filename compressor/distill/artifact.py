@@ -76,7 +76,7 @@ def distill_scales(
     source, family = check_before_work(artifact, reference, out, options)
     training, held_out = split(tokens, options.seed)
     student = Student(source, family)
-    teacher = Teacher(reference, family)
+    teacher = Teacher(reference, family, bf16=True)
     taught = teach(teacher, torch.cat([training, held_out]), progress)
     trainer = Trainer(student, teacher, options)
     index = torch.arange(len(taught.tokens))

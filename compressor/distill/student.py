@@ -113,21 +113,12 @@ class Student(Walk):
         return self.head.weight(self.trained[f"{self.family.head}.weight_scale"].value())
 
 
-def head_name(walk: Walk) -> str:
-    """The tensor a model's head multiplies with: its own, or the embedding where tied."""
-    name = f"{walk.family.head}.weight"
-    tied = walk.family.tied(walk.checkpoint.config) or name not in walk.checkpoint.tensors
-    return f"{walk.family.embedding}.weight" if tied else name
-
-
 def head_matrix(walk: Walk) -> torch.Tensor:
     """A model's head as stored, float32 [vocab, hidden]."""
-    return torch.from_numpy(walk.checkpoint.read(head_name(walk))).clone().to(walk.device)
+    return torch.from_numpy(walk.checkpoint.read(walk.head_name)).clone().to(walk.device)
 
 
-def same_head(student: Student, teacher: Walk) -> bool:
+def same_head(student: Walk, teacher: Walk) -> bool:
     """Whether both heads are stored as the same bytes: one matrix in memory then serves both."""
-    if student.head is not None:
-        return False
-    ours, theirs = (walk.checkpoint.raw(head_name(walk)) for walk in (student, teacher))
+    ours, theirs = (walk.checkpoint.raw(walk.head_name) for walk in (student, teacher))
     return ours.dtype == theirs.dtype and np.array_equal(ours.data, theirs.data)

@@ -102,8 +102,7 @@ def teach(teacher: Teacher, tokens: torch.Tensor, progress: Progress) -> Windows
     for layer in range(teacher.layers):
         progress("teacher blocks", layer, teacher.layers)
         block = teacher.block(layer)
-        with bf16_products():
-            teacher.forward(block, layer, streams)
+        teacher.forward(block, layer, streams)
         teacher.release(block)
     progress("teacher blocks", teacher.layers, teacher.layers)
     with torch.no_grad():

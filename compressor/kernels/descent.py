@@ -15,51 +15,34 @@ Floats = NDArray[np.float32]
 
 
 def descend(
-    weight: Floats,
-    hessian: Floats,
-    codes: NDArray[np.int8],
-    scales: Floats,
-    zeros: NDArray[np.int8] | None,
-    low: int,
-    high: int,
-    sweeps: int = 1,
+    left: Floats, hessian: Floats, codes: NDArray[np.int8], scales: Floats, low: int, high: int, sweeps: int = 1
 ) -> NDArray[np.int8]:
     """Codes int8 [out, in] after ``sweeps`` passes over the columns; each column goes to its best code.
 
     Twin: descend_numpy.
 
     Args:
-        weight: float32 [out, in], what shall be approached.
+        left: float32 [out, in], the weight to be approached less what the codes stand for.
         hessian: float32 [in, in], positive diagonal.
         codes: int8 [out, in] to start from; left as they are.
-        scales, zeros: [out or 1, groups] (zeros None: zero 0).
+        scales: float32 [out, groups].
         low, high: Range of codes.
         sweeps: Passes over the columns.
     """
-    scale, zero = _per_row(len(weight), scales, zeros)
-    found = codes.copy()
-    gradient = (weight - _values(found, scale, zero)) @ hessian
-    _descend(np.ascontiguousarray(hessian), gradient, found, scale, zero, np.float32(low), np.float32(high), sweeps)
+    found, gradient = codes.copy(), left @ hessian
+    limits = np.float32(low), np.float32(high)
+    _descend(np.ascontiguousarray(hessian), gradient, found, np.ascontiguousarray(scales), *limits, sweeps)
     return found
 
 
 def descend_numpy(
-    weight: Floats,
-    hessian: Floats,
-    codes: NDArray[np.int8],
-    scales: Floats,
-    zeros: NDArray[np.int8] | None,
-    low: int,
-    high: int,
-    sweeps: int = 1,
+    left: Floats, hessian: Floats, codes: NDArray[np.int8], scales: Floats, low: int, high: int, sweeps: int = 1
 ) -> NDArray[np.int8]:
     """The definition of descend, all rows at a time."""
-    scale, zero = _per_row(len(weight), scales, zeros)
-    found, width = codes.copy(), weight.shape[1] // scale.shape[1]
-    gradient = (weight - _values(found, scale, zero)) @ hessian
+    found, gradient, width = codes.copy(), left @ hessian, left.shape[1] // scales.shape[1]
     for _ in range(sweeps):
-        for j in range(weight.shape[1]):
-            s, old = scale[:, j // width], found[:, j].astype(np.float32)
+        for j in range(left.shape[1]):
+            s, old = scales[:, j // width], found[:, j].astype(np.float32)
             new = np.clip(np.rint(old + gradient[:, j] / hessian[j, j] / s), low, high)
             gradient -= ((new - old) * s)[:, None] * hessian[j]
             found[:, j] = new.astype(np.int8)
@@ -72,13 +55,13 @@ def refit(
     """Least squares scales float32 [out, groups] of every row, jointly over its groups, codes held.
 
     Rows whose normal equations are singular, or whose scales would not all be positive and finite, keep
-    theirs. Shapes as in ``descend``; scales [out, groups].
+    theirs. ``weight`` is float32 [out, in], zeros are like scales or None; other shapes as in ``descend``.
     """
     rows, groups = scales.shape
+    width = codes.shape[1] // groups
     steps = codes.astype(np.float32)
     if zeros is not None:
-        steps -= np.repeat(zeros.astype(np.float32), codes.shape[1] // groups, axis=1)
-    width = codes.shape[1] // groups
+        steps -= np.repeat(zeros.astype(np.float32), width, axis=1)
     normal = np.empty((rows, groups, groups))
     for g in range(groups):
         part = slice(g * width, (g + 1) * width)
@@ -95,22 +78,8 @@ def refit(
     return np.where(good[:, None], fitted, scales).astype(np.float32)
 
 
-def _per_row(rows: int, scales: Floats, zeros: NDArray[np.int8] | None) -> tuple[Floats, Floats]:
-    zero = np.zeros_like(scales) if zeros is None else zeros.astype(np.float32)
-    if scales.shape[0] != rows:
-        scales, zero = (np.repeat(a, rows, axis=0) for a in (scales, zero))
-    return np.ascontiguousarray(scales), np.ascontiguousarray(zero)
-
-
-def _values(codes: NDArray[np.int8], scale: Floats, zero: Floats) -> Floats:
-    rows, groups = scale.shape
-    grouped = codes.astype(np.float32).reshape(rows, groups, -1) - zero[:, :, None]
-    values: Floats = (grouped * scale[:, :, None]).reshape(codes.shape)
-    return values
-
-
 @njit(parallel=True, cache=True, error_model="numpy")
-def _descend(hessian, gradient, codes, scales, zeros, low, high, sweeps):  # type: ignore[no-untyped-def]
+def _descend(hessian, gradient, codes, scales, low, high, sweeps):  # type: ignore[no-untyped-def]
     rows, columns = codes.shape
     width = columns // scales.shape[1]
     for r in prange(rows):

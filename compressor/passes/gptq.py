@@ -95,15 +95,16 @@ def run(
     if not bool((hessian.diagonal() > 0).any()):
         return _fallback(_grid(weight, spec, options, None), "all its inputs were zero")
     found = factor(whole, options.damp, act_order=options.act_order, device=device)
-    target, pivots = weight, None
-    if options.propagate and whole.cross is not None and found.upper is not None:
-        target, pivots = _propagated(weight, whole, options, device), found
-    importance = _importance(hessian.diagonal(), found.living, options.damp, pivots)
+    propagates = bool(options.propagate) and whole.cross is not None and found.upper is not None
+    target = _propagated(weight, whole, options, device) if propagates else weight
+    importance = _importance(hessian.diagonal(), found, options.damp, pivots=propagates)
     grid = _grid(target, spec, options, importance)
     if found.upper is None:
         return _fallback(grid, f"its Hessian has no Cholesky factor even with damp {found.damp:g}")
     rounded = _columns(grid, found.upper, found.order, options.block_size)
-    refined = bool(options.refits or options.sweeps) and _refining_pays(target, spec, stats, options, device)
+    assert stats is not None
+    wanted = bool(options.refits or options.sweeps)
+    refined = wanted and _refining_pays(target, spec, stats, options, device, pivots=propagates)
     if refined:
         grid, rounded = _refine(grid, rounded, hessian, found, options)
     facts: dict[str, Any] = {"damp": found.damp, "dead_columns": int((~found.living).sum())}
@@ -134,26 +135,23 @@ def _drift(stats: LayerStats, damp: float, device: str) -> torch.Tensor:
     assert stats.cross is not None
     hessian, cross = stats.hessian.to(device), stats.cross.to(device)
     living = hessian.diagonal() > 0
-    order = torch.arange(len(living), device=device)
     for dtype in (torch.float32, torch.float64):
-        lower, info = torch.linalg.cholesky_ex(damped(hessian, living, order, damp, dtype))
+        lower, info = torch.linalg.cholesky_ex(damped(hessian, living, None, damp, dtype))
         if int(info) == 0:
             return torch.cholesky_solve(cross.T.to(dtype), lower).T.float()
     return torch.zeros_like(cross)
 
 
-def _importance(
-    diagonal: torch.Tensor, living: torch.Tensor, damp: float, found: Factor | None
-) -> NDArray[np.float32]:
+def _importance(diagonal: torch.Tensor, found: Factor, damp: float, *, pivots: bool) -> NDArray[np.float32]:
     """float32 [in]: what a unit error in a column costs; the mean column costs one.
 
     With error feedback the loss is exactly sum_j d_j e_j^2, d_j = U_jj^-2 being the pivots of the damped
     Hessian's LDL^T in the order of rounding (arXiv 2507.18553). Scales chosen by them clip more, and what
-    that does to the mean output is only made good where the next linears propagate: without ``found``, the
+    that does to the mean output is only made good where the next linears propagate: without ``pivots``, the
     damped diagonal counts (measured in docs/methods.md).
     """
-    if found is None or found.upper is None:
-        importance = diagonal / diagonal[living].mean() + damp
+    if not pivots or found.upper is None:
+        importance = diagonal / diagonal[found.living].mean() + damp
     else:
         importance = torch.empty_like(diagonal)
         importance[found.order] = found.upper.diagonal().square().reciprocal()
@@ -189,8 +187,7 @@ def _refine(
     grid: Grid, rounded: QTensor, hessian: torch.Tensor, found: Factor, options: Options
 ) -> tuple[Grid, QTensor]:
     """Scales refitted by least squares and everything rounded anew, while that lowers the damped loss."""
-    order = torch.arange(len(found.living), device=hessian.device)
-    ridged = damped(hessian, found.living, order, found.damp, torch.float32)
+    ridged = damped(hessian, found.living, None, found.damp, torch.float32)
     array, best = ridged.cpu().numpy(), _cost(grid.weight - rounded.dequantize(), ridged)
     assert found.upper is not None
     for _ in range(options.refits):
@@ -202,19 +199,16 @@ def _refine(
             break
         best, grid, rounded = loss, trial, again
     if options.sweeps:
-        limits = grid.low, grid.high
-        codes = descent.descend(
-            grid.weight, array, rounded.codes, grid.scales, grid.zeros, *limits, sweeps=options.sweeps
-        )
+        left, limits = grid.weight - rounded.dequantize(), (grid.low, grid.high)
+        codes = descent.descend(left, array, rounded.codes, grid.scales, *limits, sweeps=options.sweeps)
         rounded = grid.tensor(codes)
     return grid, rounded
 
 
 def _refining_pays(
-    target: NDArray[np.float32], spec: Spec, stats: LayerStats | None, options: Options, device: str
+    target: NDArray[np.float32], spec: Spec, stats: LayerStats, options: Options, device: str, *, pivots: bool
 ) -> bool:
     """Whether refining on some tokens lowers the error on others; yes where none shall be held out."""
-    assert stats is not None
     if spec.kind == "float" or spec.group_size == 0:
         return False
     held_out = stats.held_out
@@ -224,8 +218,7 @@ def _refining_pays(
     hessian, judge = stats.hessian.to(device), held_out.hessian.to(device)
     if found.upper is None or not bool((hessian.diagonal() > 0).any()):
         return False
-    pivots = found if options.propagate and stats.cross is not None else None
-    grid = _grid(target, spec, options, _importance(hessian.diagonal(), found.living, options.damp, pivots))
+    grid = _grid(target, spec, options, _importance(hessian.diagonal(), found, options.damp, pivots=pivots))
     rounded = _columns(grid, found.upper, found.order, options.block_size)
     _, refined = _refine(grid, rounded, hessian, found, options)
     before, after = (_cost(target - q.dequantize(), judge) for q in (rounded, refined))

@@ -9,6 +9,7 @@ compressed-tensors, in float32: its logits equal our dequantized model's to floa
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from dataclasses import dataclass, field
@@ -75,12 +76,12 @@ def greedy(model: Any, tokens: list[int], n: int) -> list[int]:
     return found
 
 
-def perplexity(logits: np.ndarray, tokens: list[int]) -> float:
-    """exp of the mean negative log-likelihood of tokens[1:]."""
+def negative_log_likelihood(logits: np.ndarray, tokens: list[int]) -> float:
+    """Its mean over tokens[1:]."""
     rows = logits[:-1].astype(np.float64)
     peak = rows.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(rows - peak).sum(axis=1)) + peak[:, 0]
-    return math.exp(float((log_sum - rows[np.arange(len(rows)), tokens[1:]]).mean()))
+    return float((log_sum - rows[np.arange(len(rows)), tokens[1:]]).mean())
 
 
 def judge(artifact: Path, gguf_file: Path, text: str) -> Verdict:
@@ -93,11 +94,9 @@ def judge(artifact: Path, gguf_file: Path, text: str) -> Verdict:
             _continuations(verdict, model, engine, prompt)
         tokens = engine.tokenize(text)
         windows = [tokens[start : start + 257] for start in range(0, WINDOWS * 257, 257)]
-        logs = [
-            [math.log(perplexity(run(w), w)) for w in windows]
-            for run in (lambda w: logits_of(model, w), engine.logits)
-        ]
-        ours, theirs = (math.exp(sum(each) / len(each)) for each in logs)
+        runs = functools.partial(logits_of, model), engine.logits
+        losses = ([negative_log_likelihood(run(window), window) for window in windows] for run in runs)
+        ours, theirs = (math.exp(sum(each) / len(each)) for each in losses)
         ratio = abs(theirs / ours - 1)
         verdict.check(
             ratio < MAX_PPL_RATIO,
