@@ -9,6 +9,9 @@ import torch
 
 from compressor.calibration.linear import bf16_is_faster, bf16_products, linear, onednn_is_faster
 
+_PANEL = 1024
+"""Rows of the Hessian made symmetric at a time: what that needs beside it."""
+
 
 @dataclass
 class LayerStats:
@@ -42,11 +45,14 @@ class LayerStats:
         absmax = torch.zeros(in_features, dtype=torch.float32, device=device)
         return cls(zeros(), cross=zeros() if cross else None, absmax=absmax)
 
-    def add(self, inputs: torch.Tensor, exact: torch.Tensor | None = None, *, bf16: bool = False) -> None:
+    def add(
+        self, inputs: torch.Tensor, exact: torch.Tensor | None = None, *, bf16: bool = False, settle: bool = True
+    ) -> None:
         """Add inputs float32 [..., in]: every leading position is one token.
 
         ``exact`` is the float model's input at the same positions; wanted when ``cross`` is kept. With
-        ``bf16``, cross may be summed from factors rounded to bfloat16; the Hessian never is.
+        ``bf16``, cross may be summed from factors rounded to bfloat16; the Hessian never is. Without
+        ``settle`` the Hessian is whole only after ``settle()``: cheaper where many batches come.
         """
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
         _add_square(self.hessian, flat)
@@ -59,6 +65,19 @@ class LayerStats:
                 _add_product(self.cross, exact.reshape(flat.shape).float() - flat, flat)
         self.tokens += flat.shape[0]
         self.memo.clear()
+        if settle:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make the Hessian symmetric, panel by panel in place: the mean of the sum so far and its transpose."""
+        for first in range(0, len(self.hessian), _PANEL):
+            rows = self.hessian[first : first + _PANEL, first:]
+            columns = self.hessian[first:, first : first + _PANEL]
+            mean = (rows + columns.T) / 2
+            rows.copy_(mean)
+            columns.copy_(mean.T)
+        if self.held_out is not None:
+            self.held_out.settle()
 
     def merge(self, other: LayerStats) -> LayerStats:
         """The statistics of both token sets together; what only one of them has is left out."""
@@ -96,8 +115,9 @@ class LayerStats:
 def _add_square(total: torch.Tensor, x: torch.Tensor) -> None:
     """Total float32 [in, in] += x^T x for float32 [tokens, in], to about 2^-17 of the factors.
 
-    Where bfloat16 is faster: x = high + low, both exact in it but for 2^-17 of x, and two products do,
-    high^T high and high^T low with its transpose. A Hessian of inputs rounded to 2^-9 is of no use to rounding.
+    Where bfloat16 is faster: x = high + low, both exact in it but for 2^-17 of x, and two products do. What is
+    added, high^T (high + 2 low), is x^T x only in its symmetric part. A Hessian of inputs rounded to 2^-9 is of
+    no use to rounding.
     """
     if x.device.type != "cpu" or not bf16_is_faster():
         _add_product(total, x, x)
@@ -105,8 +125,7 @@ def _add_square(total: torch.Tensor, x: torch.Tensor) -> None:
     high = x.bfloat16().float()
     with bf16_products():
         total.addmm_(high.T, high)
-        mixed = high.T @ (x - high)
-    total += mixed + mixed.T
+        total.addmm_(high.T, x - high, alpha=2)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -177,7 +177,9 @@ class Walk:
                 inputs, _ = self._inputs(block, layer, step, hidden, firsts)
             for name, stats in sums.items():
                 chosen = stats.held_out if stats.held_out is not None and index < held_out else stats
-                chosen.add(inputs[name], floats.get(name), bf16=self.bf16)
+                chosen.add(inputs[name], floats.get(name), bf16=self.bf16, settle=False)
+        for stats in sums.values():
+            stats.settle()
         return {name: sums[group[0]] for group in groups for name in group}
 
     def _empty(self, block: nn.Module, name: str, cross: bool, held_out: bool) -> LayerStats:
@@ -228,7 +230,8 @@ class Walk:
         norm = self._final_norm()
         stats = LayerStats.empty(streams[0].shape[-1], self.device, cross=exact is not None)
         for index, hidden in enumerate(streams):
-            stats.add(norm(hidden), norm(exact[index]) if exact is not None else None)
+            stats.add(norm(hidden), norm(exact[index]) if exact is not None else None, settle=False)
+        stats.settle()
         return stats
 
     @property
