@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,10 +148,17 @@ def _summary(job: Job, ready: Prepared, report: Report, exported: dict[str, Any]
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process so far."""
+    """Peak resident memory of this process so far.
+
+    From /proc where there is one: getrusage's figure survives an exec, so that a child of a large process
+    would report its parent's.
+    """
+    status = Path("/proc/self/status")
+    if status.exists() and (line := re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE)):
+        return int(line[1]) * 1024
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _print_profile(rows: list[dict[str, Any]]) -> None:
